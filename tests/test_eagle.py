@@ -1,0 +1,174 @@
+"""The EAGLE drafter: exact counts, and cached drafting equal to drafting from scratch after every step."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle2.draft import Proposal
+from eagle2.eagle import EagleDrafter, TreeSettings, static_shape
+from eagle2.generate import Prefill, Step, Stops, generate
+from eagle2.target import Target
+from eagle2.verify import SamplingParams
+from tests.tiny import tiny_head, tiny_model
+
+PROMPT = [5, 9, 41, 33, 8, 20]
+
+
+def run(settings: TreeSettings, count: int = 24, model: Any = None, drafter: Any = None) -> list[Prefill | Step]:
+    model = model or tiny_model()
+    target = Target(model)
+    drafter = drafter or EagleDrafter(tiny_head(model), target, settings)
+    return list(generate(target, drafter, PROMPT, sampling=SamplingParams(), stops=Stops(count)))
+
+
+def steps(items: list[Prefill | Step]) -> list[Step]:
+    return [item for item in items if isinstance(item, Step)]
+
+
+@pytest.mark.parametrize(("depth", "top_k", "total"), [(6, 10, 59), (3, 4, 5), (1, 3, 3), (2, 5, 12), (4, 1, 4)])
+def test_counts_of_the_paper(depth: int, top_k: int, total: int) -> None:
+    settings = TreeSettings("dynamic", depth, top_k, total)
+    first = steps(run(settings))[0].proposal
+    tree = first.expanded
+    assert len(tree) - 1 == settings.pool_size == top_k + (depth - 1) * top_k**2
+    assert len(first.kept) == min(total, settings.pool_size)
+    assert max(tree.depths) == depth
+    assert [len(nodes) for nodes in first.selected] == [top_k] * (depth - 1)
+    # Each layer's fed nodes are those of highest value; each got top_k children.
+    for layer, nodes in enumerate(first.selected, 1):
+        values = tree.log_value.tolist()
+        of_layer = [n for n, d in enumerate(tree.depths) if d == layer]
+        assert set(nodes) == set(sorted(of_layer, key=lambda n: (-values[n], n))[:top_k])
+        assert all(len(tree.children()[node]) == top_k for node in nodes)
+
+
+def test_values_are_products_of_confidences_along_the_path() -> None:
+    tree = steps(run(TreeSettings("dynamic", 4, 3, 10)))[0].proposal.expanded
+    for node, parent in enumerate(tree.parents):
+        if node:
+            expected = tree.log_value[parent] + tree.confidence[node].log()
+            torch.testing.assert_close(tree.log_value[node], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_official_settings_count_the_root_and_one_layer_less() -> None:
+    assert TreeSettings.from_official(total_token=60, depth=5, top_k=10) == TreeSettings("dynamic", 6, 10, 59)
+
+
+def test_static_shape_is_fixed_connected_and_within_bounds() -> None:
+    shape = static_shape(5, 4, 25)
+    assert len(shape) == len(set(shape)) == 25
+    assert all(len(p) <= 5 and max(p) < 4 and (len(p) == 1 or p[:-1] in shape) for p in shape)
+    assert all((*p[:-1], p[-1] - 1) in shape for p in shape if p[-1])  # a child only after its better siblings
+    assert static_shape(1, 3, 10) == ((0,), (1,), (2,))
+    assert static_shape(4, 1, 9) == ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))
+
+
+def test_the_static_tree_has_the_same_shape_at_every_step() -> None:
+    made = steps(run(TreeSettings("static", 4, 3, 12), count=12))
+    shapes = {step.proposal.expanded.parents for step in made[:-4]}
+    assert len(shapes) == 1
+    assert all(len(step.proposal.kept) == 12 for step in made[:-4])
+
+
+class Checked(EagleDrafter):
+    """Compares each expansion with one computed from scratch: no cache, every path fed anew (vLLM #14647, #14649)."""
+
+    def reset(self, capacity: int) -> None:
+        super().reset(capacity)
+        self.ids: list[int] = []
+        self.rows: list[Tensor] = []
+        self.compared = 0
+
+    def observe(self, token_ids: Any, hidden: Tensor | None) -> None:
+        assert hidden is not None
+        self.ids += token_ids
+        self.rows += list(hidden)
+        super().observe(token_ids, hidden)
+
+    def propose(self, root: int, max_depth: int, max_nodes: int) -> Proposal:
+        proposal = super().propose(root, max_depth, max_nodes)
+        tree = proposal.expanded
+        children = tree.children()
+        for node in (0, *itertools.chain(*proposal.selected)):
+            path: list[int] = []
+            at = node
+            while at:
+                path.insert(0, int(tree.token_ids[at]))
+                at = tree.parents[at]
+            expected = self._scratch(root, path)
+            for child in children[node]:
+                got = float(tree.confidence[child])
+                assert got == pytest.approx(float(expected[tree.token_ids[child]]), rel=1e-3, abs=1e-6)
+                self.compared += 1
+        return proposal
+
+    @torch.inference_mode()
+    def _scratch(self, root: int, path: list[int]) -> Tensor:
+        """The head's distribution after root and ``path``: the target's features, then the head's own, one by one."""
+        features = torch.stack(self.rows)
+        tokens = [*self.ids[1:], root]
+        for token in [*path, None]:
+            embeds = self.target.embed(torch.tensor(tokens))
+            output = self.head(embeds[None], features[None], torch.arange(len(tokens))[None])[0]
+            if token is None:
+                break
+            features = torch.cat((features, output[-1:]))
+            tokens.append(token)
+        result: Tensor = self.target.lm_head(output[-1]).softmax(-1)
+        return result
+
+
+@pytest.mark.parametrize("settings", [TreeSettings("dynamic", 4, 3, 8), TreeSettings("static", 4, 3, 9)])
+def test_cached_drafting_equals_drafting_from_scratch_after_every_step(settings: TreeSettings) -> None:
+    model = tiny_model()
+    target = Target(model)
+    drafter = Checked(tiny_head(model), target, settings)
+    made = steps(run(settings, 20, model, drafter))
+    # `run` makes a target of its own, on the same weights.
+    assert len(made) >= 5
+    assert drafter.compared > 100
+
+
+EDGES = [
+    (depth, top_k, total, kind)
+    for depth, top_k, total in itertools.product((1, 2, 5), (1, 2, 64), (1, 2, 59, 512))
+    for kind in ("dynamic", "static")
+    if not (top_k == 64 and depth > 2)
+]
+
+
+@pytest.mark.parametrize(("depth", "top_k", "total", "kind"), EDGES)
+def test_edge_settings_work_and_change_no_token(depth: int, top_k: int, total: int, kind: Any) -> None:
+    """Top-k above the pool or the vocabulary, depth 1, one token in all (TensorRT-LLM #10323)."""
+    settings = TreeSettings(kind, depth, top_k, total)
+    model = tiny_model(vocab_size=48)
+    plain = run(settings, 8, model, EagleDrafter(tiny_head(model), Target(model), TreeSettings("dynamic", 1, 1, 1)))
+    made = run(settings, 8, model)
+
+    def ids(items: list[Prefill | Step]) -> list[int]:
+        return [t for item in items for t in ((item.token,) if isinstance(item, Prefill) else item.emitted)]
+
+    assert ids(made) == ids(plain)
+    assert all(len(step.proposal.kept) <= total for step in steps(made))
+
+
+@pytest.mark.parametrize(
+    "bad", [{"depth": 0}, {"depth": 99}, {"top_k": 0}, {"top_k": 65}, {"total_tokens": 0}, {"kind": "bushy"}]
+)
+def test_bad_tree_settings_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"must lie|dynamic"):
+        TreeSettings(**bad)
+
+
+def test_features_are_required() -> None:
+    model = tiny_model()
+    drafter = EagleDrafter(tiny_head(model), Target(model), TreeSettings())
+    with pytest.raises(ValueError, match="feature"):
+        drafter.observe([1, 2], None)
+    with pytest.raises(ValueError, match="nothing was observed"):
+        drafter.propose(4, 3, 3)
