@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class TrainConfig:
     own_steps: int = 3
     step_decay: float = 0.9
     feature_weight: float = 0.2
+    hard_share: float = 0.5  # share of the target's first choice in what is learnt; the rest is its full distribution
     noise: float = 0.05  # uniform noise on the target's features, in units of their standard deviation
     ema: float = 0.999
     loss_vocab: int = 8192
@@ -56,6 +58,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.epochs <= 0 or self.batch_tokens < 1 or self.own_steps < 1 or self.loss_vocab < 2:
             raise ValueError("epochs, batch_tokens, own_steps and loss_vocab must be positive")
+        if not 0 <= self.hard_share <= 1:
+            raise ValueError("hard_share must lie between 0 and 1")
         if not 0 < self.heldout < 0.5:
             raise ValueError("heldout must lie between 0 and 0.5")
 
@@ -243,7 +247,7 @@ class Trainer:
         with torch.no_grad(), self._autocast():
             # The answer begins behind the template's header, so no trained row lies before its own path's begin.
             wanted_features = following[wanted]
-            target_probs = F.linear(wanted_features, self.lm_head).float().softmax(-1).to(self.lm_head.dtype)
+            target_probs = self._target_probs(wanted_features)
         parts: dict[str, float] = {}
         total = torch.zeros((), device=self.device)
         weights = [config.step_decay**s for s in range(config.own_steps)]
@@ -259,6 +263,17 @@ class Trainer:
                 parts[f"l1{step + 1}"] = float(regression.detach())
                 inputs = torch.cat((features[:, :1].to(output.dtype), output[:, :-1]), 1)
         return total / sum(weights), parts
+
+    def _target_probs(self, features: Tensor) -> Tensor:
+        """What the draft distribution is to match ``[n, v]``: the target's, mixed with its first choice."""
+        result = torch.empty(len(features), len(self.lm_head), dtype=self.lm_head.dtype, device=features.device)
+        for start in range(0, len(features), SoftCrossEntropy.CHUNK):
+            part = slice(start, start + SoftCrossEntropy.CHUNK)
+            logits = F.linear(features[part].to(self.lm_head.dtype), self.lm_head).float()
+            best = logits.argmax(-1, keepdim=True)
+            probs = logits.softmax(-1).mul_(1 - self.config.hard_share)
+            result[part] = probs.scatter_add_(1, best, torch.full_like(best, self.config.hard_share, dtype=probs.dtype))
+        return result
 
     def _autocast(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16)
@@ -382,7 +397,8 @@ class Trainer:
                         file.flush()
                         bar.write(
                             f"step {step} loss {float(loss.detach()):.3f} "
-                            + " ".join(f"{k} {v:.3f}" for k, v in figures.items())
+                            + " ".join(f"{k} {v:.3f}" for k, v in figures.items()),
+                            file=sys.stderr,
                         )
                     if now - saved > save_every or done:
                         _save_checkpoint(checkpoint, {
