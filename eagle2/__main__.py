@@ -198,21 +198,7 @@ def _race(args: argparse.Namespace) -> None:
     if getattr(args, "output", None):
         _save(trace, args.output)
     if args.json:
-        ours = {
-            "text": trace.text, "token_ids": list(trace.output_ids), "seconds": trace.seconds,
-            "tokens_per_second": trace.tokens_per_second, "target_passes": len(trace.steps),
-        }  # fmt: skip
-        _print_json({
-            "lanes": {"autoregressive": _lane_json(plain), "eagle2": ours},
-            "tau": trace.tau,
-            "speedup": trace.speedup,
-            "equal": trace.equal,
-            "first_difference": None if difference is None else {
-                "index": difference.index, "eagle2_id": difference.eagle2_id,
-                "autoregressive_id": difference.autoregressive_id, "logit_gap": difference.logit_gap,
-            },
-            "settings": dict(trace.metadata),
-        })  # fmt: skip
+        _print_json(trace.summary())
         return
     meta = trace.metadata
     tree = meta["tree"]

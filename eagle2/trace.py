@@ -289,6 +289,20 @@ class Trace:
                 return number
         return None
 
+    def summary(self) -> dict[str, Any]:
+        """The outcome as plain data: what ``python -m eagle2 race --json`` prints and the app's API returns."""
+        lanes = {"eagle2": _lane_summary(self, self.output_ids, len(self.steps))}
+        if (lane := self.autoregressive) is not None:
+            lanes["autoregressive"] = _lane_summary(lane, lane.token_ids, lane.target_passes)
+        return {
+            "lanes": lanes,
+            "tau": self.tau,
+            "speedup": self.speedup,
+            "equal": self.equal,
+            "first_difference": None if self.difference is None else _plain(self.difference),
+            "settings": dict(self.metadata),
+        }
+
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         for item in dataclasses.fields(self):
@@ -354,6 +368,16 @@ class Trace:
             raise TraceError(f"the trace is damaged: {error}") from error
         _require(len(raw) <= MAX_JSON_BYTES, f"the trace is larger than {MAX_JSON_BYTES >> 20} MB")
         return cls.from_json(raw)
+
+
+def _lane_summary(lane: Trace | LaneTrace, token_ids: tuple[int, ...], target_passes: int) -> dict[str, Any]:
+    return {
+        "text": lane.text,
+        "token_ids": list(token_ids),
+        "seconds": lane.seconds,
+        "tokens_per_second": lane.tokens_per_second,
+        "target_passes": target_passes,
+    }
 
 
 def _refuse_constant(name: str) -> float:

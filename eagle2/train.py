@@ -80,11 +80,20 @@ class CorpusData:
         self.features[self.offsets + self.lengths - 1] = 0  # of the last token, which was never fed
 
     def split(self, share: float) -> tuple[list[int], list[int]]:
-        """Conversations for training and held out; the same prompt is always on the same side."""
+        """Conversations for training and held out; the same prompt is always on the same side.
+
+        Of equal conversations (shards of several runs can have some) only the first is used.
+        """
         train: list[int] = []
         held: list[int] = []
+        seen: set[bytes] = set()
         for index in range(len(self.lengths)):
             start = int(self.offsets[index])
+            whole = self.token_ids[start : start + int(self.lengths[index])].numpy().tobytes()
+            key = hashlib.blake2b(whole, digest_size=12).digest()
+            if key in seen:
+                continue
+            seen.add(key)
             prompt = self.token_ids[start : start + int(self.answer_starts[index])]
             digest = hashlib.blake2b(prompt.numpy().tobytes(), digest_size=4).digest()
             (held if int.from_bytes(digest, "big") / 2**32 < share else train).append(index)
