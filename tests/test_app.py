@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from visual_helpers import FakeEngine, FakeSettings, synthetic
+from visual_helpers import FakeEngine, FakeSettings, in_loop, synthetic
 
 from eagle2.trace import Trace
 
-pytest.importorskip("gradio")
-import app
+app = in_loop(lambda: importlib.import_module("app"))
 
 GOOD = {
     "max_new_tokens": 96, "temperature": 0, "top_p": 1, "seed": 0, "tree": "dynamic", "depth": 3, "top_k": 4,
@@ -31,11 +29,11 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-def host(engine: FakeEngine) -> app.EngineHost:
+def host(engine: FakeEngine) -> Any:
     return app.EngineHost(lambda progress: engine)
 
 
-def event(host: app.EngineHost, name: str) -> Any:
+def event(host: Any, name: str) -> Any:
     return getattr(app.Actions(host, FakeSettings), name)
 
 
@@ -43,7 +41,7 @@ def messages(updates: Iterator[Any]) -> list[dict[str, Any]]:
     return [json.loads(update[0]) for update in updates if isinstance(update[0], str)]
 
 
-def test_a_run_ends_with_the_whole_trace(host: app.EngineHost, engine: FakeEngine) -> None:
+def test_a_run_ends_with_the_whole_trace(host: Any, engine: FakeEngine) -> None:
     updates = list(event(host, "run")("Hello", *GOOD.values()))
     kinds = [message["kind"] for message in messages(iter(updates))]
     assert kinds[0] == "clear"
@@ -60,7 +58,7 @@ def test_a_run_ends_with_the_whole_trace(host: app.EngineHost, engine: FakeEngin
     assert Trace.load(path) == engine.trace
 
 
-def test_closing_the_generator_ends_the_race(host: app.EngineHost, engine: FakeEngine) -> None:
+def test_closing_the_generator_ends_the_race(host: Any, engine: FakeEngine) -> None:
     updates = event(host, "run")("Hello", *GOOD.values())
     for update in updates:
         if isinstance(update[0], str) and '"live"' in update[0]:
@@ -88,7 +86,7 @@ def test_closing_the_generator_ends_the_race(host: app.EngineHost, engine: FakeE
         ("fail", {}, "The prompt is too long for this model."),
     ],
 )
-def test_a_mistake_gets_one_sentence(host: app.EngineHost, prompt: str, changes: dict[str, Any], sentence: str) -> None:
+def test_a_mistake_gets_one_sentence(host: Any, prompt: str, changes: dict[str, Any], sentence: str) -> None:
     last = messages(event(host, "run")(prompt, *(GOOD | changes).values()))[-1]
     assert last == {"kind": "note", "note": sentence, "level": "error"}
 
@@ -106,7 +104,7 @@ def test_a_run_waits_for_the_model(engine: FakeEngine) -> None:
     next(updates)
     time.sleep(0.05)
     note = json.loads(next(updates)[0])["note"]
-    assert note == "Loading the model: reading weights 25 % Your run starts as soon as it is ready."
+    assert note == "Loading the model: reading weights 25 %; your run starts as soon as it is ready."
     go.set()
     assert messages(updates)[-1]["kind"] == "run"
     assert host.status.text == "Ready: fake-target with draft head fake-head, float32 on cpu."
@@ -128,7 +126,7 @@ def test_a_failed_load_is_told_and_tried_again(engine: FakeEngine) -> None:
     assert messages(run("Hello", *GOOD.values()))[-1]["kind"] == "run"
 
 
-def test_an_unforeseen_error_shows_no_traceback(host: app.EngineHost, engine: FakeEngine, monkeypatch: Any) -> None:
+def test_an_unforeseen_error_shows_no_traceback(host: Any, engine: FakeEngine, monkeypatch: Any) -> None:
     def broken(*_: Any) -> Any:
         raise KeyError("secret")
 
@@ -137,7 +135,7 @@ def test_an_unforeseen_error_shows_no_traceback(host: app.EngineHost, engine: Fa
     assert note["note"] == "Something went wrong in this run; the log has the details."
 
 
-def test_the_endpoint_returns_what_the_command_line_prints(host: app.EngineHost, engine: FakeEngine) -> None:
+def test_the_endpoint_returns_what_the_command_line_prints(host: Any, engine: FakeEngine) -> None:
     answer = event(host, "race")("Hello")
     assert set(answer) == {"lanes", "tau", "speedup", "equal", "first_difference", "settings"}
     assert answer["lanes"]["eagle2"]["token_ids"] == list(engine.trace.output_ids)
@@ -151,15 +149,15 @@ def test_the_endpoint_returns_what_the_command_line_prints(host: app.EngineHost,
     json.dumps(answer)
 
 
-def test_only_the_race_is_a_public_endpoint(host: app.EngineHost) -> None:
-    demo = app.build(app.Actions(host, FakeSettings))
+def test_only_the_race_is_a_public_endpoint(host: Any) -> None:
+    demo = in_loop(lambda: app.build(app.Actions(host, FakeSettings)))
     named = demo.get_api_info()["named_endpoints"]
     assert list(named) == ["/race"]
     assert [item["parameter_name"] for item in named["/race"]["parameters"]] == ["prompt", *app.FORM]
 
 
-def test_both_ways_to_run_share_one_device(host: app.EngineHost) -> None:
-    demo = app.build(app.Actions(host, FakeSettings))
+def test_both_ways_to_run_share_one_device(host: Any) -> None:
+    demo = in_loop(lambda: app.build(app.Actions(host, FakeSettings)))
     heavy = [function for function in demo.fns.values() if function.name in ("run", "race")]
     assert [(function.concurrency_id, function.concurrency_limit) for function in heavy] == [("device", 1)] * 2
     assert demo.max_size if hasattr(demo, "max_size") else demo._queue.max_size
@@ -178,10 +176,10 @@ def test_old_files_are_removed(tmp_path: Path, engine: FakeEngine) -> None:
     assert second.exists()
 
 
-def test_help_teaches() -> None:
-    done = subprocess.run(
-        [sys.executable, "app.py", "--help"], cwd=Path(app.__file__).parent, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app.main(["--help"])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
     for option in ("--model", "--head", "--dtype", "--host", "--port", "--share"):
-        assert option in done.stdout
+        assert option in told

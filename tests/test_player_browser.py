@@ -189,7 +189,7 @@ def test_drafting_appears_layer_by_layer(chromium: Any, runs: Any) -> None:
     step = trace.steps[0]
     with opened(chromium, path) as page:
         page.keyboard.press("Home")
-        for number, fed in enumerate(step.selected):
+        for number, fed in enumerate(tree.passes(step)):
             settled(page)
             drawn = set(
                 page.evaluate("[...document.querySelectorAll('.e2-plot [data-node]')].map(p => +p.dataset.node)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import itertools
 import json
@@ -89,6 +90,16 @@ def test_sentences(golden: Trace) -> None:
     }
 
 
+def test_the_pass_over_the_root_counts_whether_recorded_or_not(golden: Trace) -> None:
+    step = golden.steps[0]
+    assert step.selected == ((1, 2),)
+    assert tree.passes(step) == ((0,), (1, 2))
+    assert tree.passes(dataclasses.replace(step, selected=((0,), (1, 2)))) == ((0,), (1, 2))
+    assert tree.drafted_in(step) == (-1, 0, 0, 1, 1, 1, 1)
+    # A drafter that tells no passes: layer by layer.
+    assert tree.drafted_in(dataclasses.replace(step, selected=())) == (-1, 0, 0, 1, 1, 1, 1)
+
+
 def test_a_step_without_drafts_is_drawn_too() -> None:
     step = StepTrace(
         token_ids=(1,), parents=(-1,), confidence=(1.0,), log_value=(0.0,), selected=(), kept=(), target_probs=(),
@@ -173,6 +184,14 @@ def test_labels_are_cut_to_a_width(text: str, shown: str) -> None:
 )
 def test_short_numbers(value: float, shown: str) -> None:
     assert theme.short(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(1.0, "1"), (0.57789, "0.578"), (9.3e-6, "0.0000093"), (9.32e-7, "9.32e-7"), (1e-10, "1e-10"), (0, "0")],
+)
+def test_digits_as_a_browser_writes_them(value: float, shown: str) -> None:
+    assert theme.digits(value) == shown
 
 
 def test_hostile_tokens_are_escaped_for_plotly() -> None:
