@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -41,7 +42,11 @@ LIMITS = {
     "top_k": ("top_k", 1, 16, True),
     "total_tokens": ("total_tokens", 1, 128, True),
 }
-STOPPED = "Stopped. What was made so far stays on screen, with the newest step."
+STOPPED = "Stopped. What was made so far stays on screen."
+STOP_SECONDS = 10.0  # a step takes less
+MAX_STOPPED = 16  # stopped runs kept for sessions that have gone without fetching theirs
+# Errors whose message is meant for a person: bad settings, models that cannot be had, logits that are not numbers.
+USER_ERRORS = (ValueError, RuntimeError, ArithmeticError)
 PAYLOADS_PER_SECOND = 8
 KEEP_FILES_SECONDS = 3600
 STATUS_TEMPLATE = '<p class="e2 status" role="status" data-testid="model-status"></p>'
@@ -169,43 +174,6 @@ def make_settings(**values: Any) -> Any:
     return Settings(**values)
 
 
-def result(trace: Trace) -> dict[str, Any]:
-    """The outcome as plain data, with the names of ``python -m eagle2 race --json``."""
-    lanes: dict[str, Any] = {
-        "eagle2": {
-            "text": trace.text,
-            "token_ids": list(trace.output_ids),
-            "seconds": trace.seconds,
-            "tokens_per_second": trace.tokens_per_second,
-            "target_passes": len(trace.steps),
-        }
-    }
-    if (lane := trace.autoregressive) is not None:
-        lanes["autoregressive"] = {
-            "text": lane.text,
-            "token_ids": list(lane.token_ids),
-            "seconds": lane.seconds,
-            "tokens_per_second": lane.tokens_per_second,
-            "target_passes": lane.target_passes,
-        }
-    difference = trace.difference
-    return {
-        "lanes": lanes,
-        "tau": trace.tau,
-        "speedup": trace.speedup,
-        "equal": trace.equal,
-        "first_difference": None
-        if difference is None
-        else {
-            "index": difference.index,
-            "eagle2_id": difference.eagle2_id,
-            "autoregressive_id": difference.autoregressive_id,
-            "logit_gap": difference.logit_gap,
-        },
-        "settings": dict(trace.metadata),
-    }
-
-
 def ready_engine(host: EngineHost) -> Iterator[Status]:
     """Yield the status while the model loads; RuntimeError where it cannot be loaded."""
     host.start()
@@ -235,12 +203,17 @@ class Actions:
         self.host, self.settings = host, settings
         self.files = Path(tempfile.mkdtemp(prefix="eagle2-traces-"))
         atexit.register(shutil.rmtree, self.files, ignore_errors=True)
+        self._running: set[str | None] = set()  # sessions whose run is under way
+        self._stopped: OrderedDict[str | None, Trace] = OrderedDict()  # a stopped run, until its own session fetches it
 
-    def run(self, prompt: str, *form: Any) -> Iterator[Sequence[Any]]:
+    def run(self, request: gr.Request, prompt: str, *form: Any) -> Iterator[Sequence[Any]]:
         """Race, and say at every step so: only at a yield does Gradio learn that the tab was closed or Stop pressed."""
+        session = request.session_hash
+        update = None
         busy = (gr.Button(interactive=False), gr.Button(interactive=True), gr.DownloadButton(visible=False))
         idle = (gr.Button(interactive=True), gr.Button(interactive=False))
         nothing = gr.skip()
+        self._running.add(session)
         try:
             values = checked(prompt, dict(zip(FORM, form)))
             chosen = self.settings(**values)
@@ -266,17 +239,33 @@ class Actions:
                 raise RuntimeError("The run ended without a result.")
             file = gr.DownloadButton(value=save_trace(self.files, trace), visible=True)
             yield player.to_json(player.payload(trace)), *idle, file
-        except (ValueError, RuntimeError) as error:
+        except GeneratorExit:
+            if update is not None:  # what was made is not lost: `stopped` fetches it
+                self._stopped[session] = update.snapshot()
+                while len(self._stopped) > MAX_STOPPED:
+                    self._stopped.popitem(last=False)
+            raise
+        except USER_ERRORS as error:
             log.warning("run refused: %s", error)
             yield player.to_json(player.message(sentence(error), level="error")), *idle, nothing
         except Exception:
             log.exception("run failed")
             note = "Something went wrong in this run; the log has the details."
             yield player.to_json(player.message(note, level="error")), *idle, nothing
+        finally:
+            self._running.discard(session)
 
-    def stopped(self) -> Sequence[Any]:
-        note = player.to_json(player.message(STOPPED, kind="stopped"))
-        return note, gr.Button(interactive=True), gr.Button(interactive=False)
+    def stopped(self, request: gr.Request) -> Sequence[Any]:
+        """After Stop: the visitor's own run as far as it got, once its current step is over."""
+        idle = (gr.Button(interactive=True), gr.Button(interactive=False))
+        deadline = time.monotonic() + STOP_SECONDS
+        while request.session_hash in self._running and time.monotonic() < deadline:
+            time.sleep(0.05)
+        trace = self._stopped.pop(request.session_hash, None)
+        if trace is None:  # it was still waiting, or had just ended
+            return player.to_json(player.message(STOPPED, kind="stopped")), *idle, gr.skip()
+        file = gr.DownloadButton(value=save_trace(self.files, trace), visible=True)
+        return player.to_json(player.payload(trace, STOPPED)), *idle, file
 
     def race(
         self,
@@ -300,11 +289,11 @@ class Actions:
             with closing(self.host.engine.race(prompt, chosen)) as updates:
                 for update in updates:
                     trace = update.trace
-        except (ValueError, RuntimeError) as error:
+        except USER_ERRORS as error:
             raise gr.Error(sentence(error)) from error
         if trace is None:
             raise gr.Error("The run ended without a result.")
-        return result(trace)
+        return trace.summary()
 
     def tick(self) -> Sequence[Any]:
         self.host.start()
@@ -371,7 +360,7 @@ def build(actions: Actions) -> gr.Blocks:
             trigger_mode="once", show_progress="minimal", show_progress_on=status, api_visibility="private",
         )  # fmt: skip
         stop_button.click(
-            actions.stopped, None, [theatre, run_button, stop_button], cancels=[running], queue=False, show_progress="hidden",
+            actions.stopped, None, outputs, cancels=[running], queue=False, show_progress="hidden",
             api_visibility="private",
         )  # fmt: skip
         examples.click(

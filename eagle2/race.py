@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from .generate import Prefill, Step
 from .record import step_trace
 from .text import Detokenizer, TokenTexts
-from .trace import Difference, LaneTrace, StepTrace, Trace
+from .trace import STOPPED, Difference, LaneTrace, StepTrace, Trace
 from .verify import SamplingParams
 
 
@@ -75,6 +75,7 @@ class RaceUpdate:
     autoregressive: LaneProgress
     step: StepTrace | None  # newest EAGLE-2 step
     vocabulary: Mapping[int, str]  # display text of every token id seen so far
+    snapshot: Callable[[], Trace]  # the record of the run so far, for whoever ends it early
     trace: Trace | None = None  # the whole run, on the last update only
 
     @property
@@ -179,10 +180,12 @@ class RunRecorder:
                 tuple(plain.pieces),
                 times[0],
                 tuple(times[1:]),
-                plain.finish_reason or "stopped",
+                plain.finish_reason or STOPPED,
             )
             difference = self._difference
-            if difference is None and (index := first_difference(ours.token_ids, plain.token_ids)) is not None:
+            # A lane that was stopped is shorter, not different.
+            done = bool(ours.finish_reason and plain.finish_reason)
+            if done and difference is None and (index := first_difference(ours.token_ids, plain.token_ids)) is not None:
                 longer = ours.token_ids if len(ours.token_ids) > len(plain.token_ids) else plain.token_ids
                 mine = longer is ours.token_ids
                 difference = Difference(index, longer[index] if mine else None, None if mine else longer[index], None)
@@ -196,7 +199,7 @@ class RunRecorder:
             prompt_pieces=tuple(shown),
             output_ids=tuple(ours.token_ids),
             output_pieces=tuple(ours.pieces),
-            finish_reason=ours.finish_reason or "stopped",
+            finish_reason=ours.finish_reason or STOPPED,
             prefill_seconds=self._seconds["eagle2"][0] if self._seconds["eagle2"] else 0.0,
             steps=tuple(self.steps),
             vocabulary=dict(self.vocabulary),
@@ -223,6 +226,7 @@ def race(
                 recorder.lanes["autoregressive"],
                 recorder.steps[-1] if recorder.steps else None,
                 recorder.vocabulary,
+                lambda: recorder.trace(metadata),
             )
         if update is not None:
             update.trace = recorder.trace(metadata)

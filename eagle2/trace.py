@@ -20,6 +20,8 @@ FORMAT = "eagle2-trace"
 VERSION = 1
 MAX_JSON_BYTES = 64 * 1024 * 1024  # after decompression; the largest default run takes about 2 MB
 
+STOPPED = "stopped"  # finish reason of a run that a person ended
+
 NextKind = Literal["bonus", "correction"]
 Origin = Literal["prefill", "drafted", "bonus", "correction"]
 
@@ -71,7 +73,9 @@ class StepTrace:
     parents: tuple[int, ...]  # [N], root -1, parent index < child index
     confidence: tuple[float, ...]  # [N], probability that the draft head gives the token after its path; root 1
     log_value: tuple[float, ...]  # [N], sum of log confidences from the root; root 0
-    selected: tuple[tuple[int, ...], ...]  # expansion phase: nodes fed to the draft head, pass by pass
+    # Expansion phase: nodes fed to the draft head, pass by pass. The first pass, which catches up with the committed text
+    # and gives the root's children, is not listed.
+    selected: tuple[tuple[int, ...], ...]
     kept: tuple[int, ...]  # [K], reranking phase: nodes that the target verifies, in row order
     target_probs: tuple[float, ...]  # [K], the target's probability of each kept token after its parent
     target_ranks: tuple[int, ...]  # [K], 0 = the target's most probable token there
@@ -271,8 +275,17 @@ class Trace:
 
     @property
     def equal(self) -> bool | None:
-        """Whether both lanes gave the same ids; None without the autoregressive lane."""
-        return None if self.autoregressive is None else self.output_ids == self.autoregressive.token_ids
+        """Whether both lanes gave the same ids; None without the autoregressive lane.
+
+        Where a run was stopped, only what both lanes had reached is compared.
+        """
+        if self.autoregressive is None:
+            return None
+        ours, plain = self.output_ids, self.autoregressive.token_ids
+        if STOPPED in (self.finish_reason, self.autoregressive.finish_reason):
+            both = min(len(ours), len(plain))
+            return ours[:both] == plain[:both]
+        return ours == plain
 
     @property
     def origins(self) -> tuple[Origin, ...]:
@@ -449,6 +462,6 @@ def _column(kind: str, name: str, value: Any) -> tuple[Any, ...]:
 
 
 __all__ = [
-    "FORMAT", "MAX_JSON_BYTES", "VERSION", "Decision", "Difference", "LaneTrace", "NextKind", "Origin", "StepTrace",
+    "FORMAT", "MAX_JSON_BYTES", "STOPPED", "VERSION", "Decision", "Difference", "LaneTrace", "NextKind", "Origin", "StepTrace",
     "Trace", "TraceError",
 ]  # fmt: skip

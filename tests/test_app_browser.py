@@ -138,8 +138,15 @@ def test_stop_ends_the_run_at_the_next_step(chromium: Any, served: Served) -> No
         page.wait_for_selector("[data-testid=run]:enabled")
         assert page.text_content("[data-testid=note]").startswith("Stopped.")
         assert page.text_content("[data-testid=text-eagle2]")
-        page.click("[data-testid=phase-rerank]")  # the newest step can still be looked at
+        finished(page)  # what was made is a run like any other: all its steps, and the download
+        page.fill("[data-testid=step-slider]", "1")
+        page.click("[data-testid=phase-rerank]")
         assert page.get_attribute(PLAYER, "data-phase") == "rerank"
+        with page.expect_download() as download:
+            page.click("[data-testid=download]")
+        stopped = Trace.load(download.value.path())
+        assert stopped.finish_reason == "stopped"
+        assert 0 < len(stopped.steps) < 200
         served.use(FakeEngine(synthetic(3, depth=3, top_k=4, total=5)))
         page.click("[data-testid=run]")
         finished(page)

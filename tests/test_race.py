@@ -139,3 +139,15 @@ def test_bad_settings_are_one_sentence(bad: dict[str, Any]) -> None:
 def test_an_empty_prompt_is_refused(engine: Engine) -> None:
     with pytest.raises(ValueError, match="empty"):
         engine.race("  \n", Settings())
+
+
+def test_a_stopped_race_can_still_be_recorded(engine: Engine) -> None:
+    running = engine.race("hello", Settings(max_new_tokens=60))
+    for _ in range(9):
+        update = next(running)
+    running.close()  # type: ignore[attr-defined]
+    trace = update.snapshot()
+    assert trace.finish_reason == "stopped"
+    assert list(trace.output_ids) == update.eagle2.token_ids
+    assert trace.equal
+    assert trace.difference is None

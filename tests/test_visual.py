@@ -233,7 +233,8 @@ def test_payload_holds_the_traces_numbers(golden: Trace) -> None:
 
 def test_live_message(golden: Trace) -> None:
     lane = FakeLane([10, 11], ["The", " light"], ["prefill", "drafted"], 0.05, 1)
-    update = FakeUpdate("eagle2", lane, FakeLane([10], ["The"], ["prefill"], 0.028), golden.steps[0], golden.vocabulary)
+    other = FakeLane([10], ["The"], ["prefill"], 0.028)
+    update = FakeUpdate("eagle2", lane, other, golden.steps[0], golden.vocabulary, lambda: golden)
     data = player.live(update, 0)
     assert data["lanes"]["eagle2"] == {"pieces": ["The", " light"], "origins": "fd", "seconds": 0.05}
     assert data["step"]["a"] == [1, 3]

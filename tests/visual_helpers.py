@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,7 @@ class FakeUpdate:
     autoregressive: FakeLane
     step: StepTrace | None
     vocabulary: Mapping[int, str]
+    snapshot: Callable[[], Trace]
     trace: Trace | None = None
 
     @property
@@ -233,10 +234,25 @@ class FakeEngine:
                         slow.finish_reason = "length"
                     lane = "autoregressive"
                 done = fast.finish_reason is not None and slow.finish_reason is not None
-                yield FakeUpdate(lane, fast, slow, step, trace.vocabulary, trace if done else None)
+                yield FakeUpdate(
+                    lane, fast, slow, step, trace.vocabulary, lambda: self._so_far(fast, slow), trace if done else None
+                )
         finally:
             self.running -= 1
             self.closed.set()
+
+    def _so_far(self, fast: FakeLane, slow: FakeLane) -> Trace:
+        whole, other = self.trace, self.trace.autoregressive
+        assert other is not None
+        made, plain = len(fast.token_ids), len(slow.token_ids)
+        lane = replace(
+            other, token_ids=other.token_ids[:plain], pieces=other.pieces[:plain],
+            step_seconds=other.step_seconds[: plain - 1], finish_reason="stopped",
+        )  # fmt: skip
+        return replace(
+            whole, output_ids=whole.output_ids[:made], output_pieces=whole.output_pieces[:made], finish_reason="stopped",
+            steps=whole.steps[: fast.target_passes], autoregressive=lane,
+        )  # fmt: skip
 
     @staticmethod
     def _grow(lane: FakeLane, ids: Any, pieces: Any, origins: Any) -> None:

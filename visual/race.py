@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import plotly.graph_objects as go
 
-from eagle2.trace import Trace
+from eagle2.trace import STOPPED, Trace
 from visual.theme import LIGHT, SANS, Palette
 
 
@@ -61,7 +61,9 @@ def badge(trace: Trace) -> str:
     if trace.equal is None:
         return "no plain lane"
     if trace.equal:
-        return f"yes, all {len(trace.output_ids)}"
+        assert trace.autoregressive is not None
+        both = min(len(trace.output_ids), len(trace.autoregressive.token_ids))
+        return f"yes, all {both}" if trace.finish_reason != STOPPED else f"yes, the {both} that both reached"
     sampling = trace.metadata["sampling"]
     if isinstance(sampling, dict) and sampling.get("temperature"):
         return "sampled, may differ"
