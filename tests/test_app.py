@@ -78,9 +78,10 @@ def test_a_stopped_run_is_handed_to_its_own_visitor_only(host: Any, engine: Fake
     actions = app.Actions(host, FakeSettings)
     one, other = Visitor(), Visitor()
     other.session_hash = "b"
+    engine.delay = 0.2  # longer than the pause between two pictures
     updates = actions.run(one, "Hello", *GOOD.values())
     for update in updates:
-        if isinstance(update[0], str) and '"live"' in update[0]:
+        if isinstance(update[0], str) and json.loads(update[0]).get("step"):
             break
     updates.close()
     assert json.loads(actions.stopped(other)[0])["kind"] == "stopped"
