@@ -143,7 +143,7 @@ def _generate(args: argparse.Namespace) -> None:
     from .race import RunRecorder
 
     ids = engine.encode(prompt)
-    recorder = RunRecorder(engine.tokenizer, prompt, ids, settings.sampling)
+    recorder = RunRecorder(engine.tokenizer, prompt, ids, settings.sampling, record=False)
     lane = "autoregressive" if args.no_draft else "eagle2"
     progress = recorder.lanes[lane]
     coloured = args.color == "always" or (args.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ)

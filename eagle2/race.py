@@ -100,9 +100,12 @@ def first_difference(eagle2: Sequence[int], autoregressive: Sequence[int]) -> in
 
 
 class RunRecorder:
-    """Follows one or two lanes and builds the `Trace`. Used by the race and, with one lane, by plain recording."""
+    """Follows one or two lanes and builds the `Trace`; with ``record=False`` it only follows their text."""
 
-    def __init__(self, tokenizer: Any, prompt: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt: str, prompt_ids: Sequence[int], sampling: SamplingParams, *, record: bool = True
+    ) -> None:
+        self._record = record
         self._tokenizer, self._prompt, self._prompt_ids, self._sampling = tokenizer, prompt, list(prompt_ids), sampling
         self._texts = TokenTexts(tokenizer)
         self.vocabulary: dict[int, str] = {}
@@ -125,9 +128,9 @@ class RunRecorder:
             emitted = item.emitted
             own = "plain" if lane == "autoregressive" else item.verdict.kind
             origins = [*("drafted" for _ in item.verdict.accepted), own][: len(emitted)]
-            if lane == "eagle2":
+            if lane == "eagle2" and self._record:
                 self.steps.append(step_trace(item, self._sampling))
-        if lane == "autoregressive" and self._difference is None:
+        if lane == "autoregressive" and self._record and self._difference is None:
             self._logits[len(progress.token_ids)] = item.output.logits[0]
         progress.seconds += item.seconds
         self._seconds[lane].append(item.seconds)
@@ -139,8 +142,9 @@ class RunRecorder:
             progress.origins.append(origin)
         if item.finish_reason and progress.pieces:
             progress.pieces[-1] += stream.flush()
-        self._note_vocabulary(emitted)
-        self._compare()
+        if self._record:
+            self._note_vocabulary(emitted)
+            self._compare()
 
     def _note_vocabulary(self, emitted: Sequence[int]) -> None:
         ids = set(emitted)
