@@ -257,6 +257,7 @@ class EagleHead(nn.Module):
         tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in self.state_dict().items()}
         partial = folder / "model.safetensors.partial"
         save_file(tensors, partial, {"format": "pt"})
+        partial.chmod(0o644)  # safetensors writes 0600; a head is meant to be read
         partial.replace(folder / "model.safetensors")
 
     @classmethod
