@@ -359,9 +359,10 @@ def build(actions: Actions) -> gr.Blocks:
             [run_button.click, prompt.submit], actions.run, form, outputs, concurrency_limit=1, concurrency_id="device",
             trigger_mode="once", show_progress="minimal", show_progress_on=status, api_visibility="private",
         )  # fmt: skip
-        stop_button.click(
-            actions.stopped, None, outputs, cancels=[running], queue=False, show_progress="hidden",
-            api_visibility="private",
+        # One after the other: the page would send the cancellation only once a first handler had answered.
+        cancelled = stop_button.click(None, cancels=[running], queue=False, api_visibility="private")
+        cancelled.then(
+            actions.stopped, None, outputs, queue=False, show_progress="hidden", api_visibility="private",
         )  # fmt: skip
         examples.click(
             lambda sample: sample[0], examples, prompt, queue=False, show_progress="hidden", api_visibility="private"
