@@ -23,20 +23,21 @@ PLAYER = "[data-testid=player]"
 
 
 @pytest.fixture(scope="module")
-def address(embedded_model: tuple[Any, Any]) -> Iterator[str]:
+def address(embedded_model: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A running app; the fixture ``embedded_model`` has seen to it that the model is in the cache."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = os.environ | {"GRADIO_ANALYTICS_ENABLED": "False"}
-    process = subprocess.Popen(
-        [sys.executable, "app.py", "--port", str(port)], cwd=ROOT, env=environment,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    log = tmp_path_factory.mktemp("app") / "log.txt"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "app.py", "--port", str(port)], cwd=ROOT, env=environment, stdout=file, stderr=file
+        )
     url = f"http://127.0.0.1:{port}/"
     try:
         for _ in range(240):
-            assert process.poll() is None, process.stdout.read() if process.stdout else ""
+            assert process.poll() is None, log.read_text()
             try:
                 with urlopen(url, timeout=5):
                     break

@@ -140,6 +140,8 @@ def test_hostile_tokens_are_text(chromium: Any, runs: Any) -> None:
         assert page.locator("img").count() == 0
         assert page.text_content("h1") == "A <b>hostile</b> prompt: ${1+1}"
         page.click("summary")
+        # The table is filled when the browser tells of its opening, which is after the click has returned.
+        page.wait_for_selector("[data-testid=node-table] tbody tr:nth-child(6)")
         cells = page.locator("[data-testid=node-table] tbody tr").all_inner_texts()
         assert len(cells) == 6
         assert "<img␣src=x␣onerror=alert(1)>" in cells[2]
