@@ -176,12 +176,28 @@ def test_one_run_at_a_time_and_visitors_do_not_see_each_other(chromium: Any, ser
     assert engine.most_running == 1
 
 
+def fill_settings(page: Any, values: dict[str, str]) -> None:
+    """Open the settings and type; a widget that is only just being built would put its first value back."""
+    page.get_by_text("Settings", exact=True).first.click()
+    for name in values:
+        page.wait_for_selector(f"[data-testid={name}]")
+    settled = 0
+    for _ in range(100):
+        wrong = [name for name, value in values.items() if page.input_value(f"[data-testid={name}]") != value]
+        for name in wrong:
+            page.fill(f"[data-testid={name}]", values[name])
+            page.press(f"[data-testid={name}]", "Tab")
+        settled = 0 if wrong else settled + 1
+        if settled == 5:
+            return
+        page.wait_for_timeout(100)
+    raise AssertionError(f"the settings do not keep what is typed: {wrong}")
+
+
 def test_settings_reach_the_engine(chromium: Any, served: Served) -> None:
     engine = served.use(FakeEngine(synthetic(2, depth=3, top_k=4, total=5)))
     with opened(chromium, served) as page:
-        page.get_by_text("Settings", exact=True).first.click()
-        for name, value in (("max-new-tokens", "48"), ("temperature", "0.7"), ("depth", "2"), ("seed", "11")):
-            page.fill(f"[data-testid={name}]", value)
+        fill_settings(page, {"max-new-tokens": "48", "temperature": "0.7", "depth": "2", "seed": "11"})
         page.get_by_label("static (EAGLE-1)").check()
         page.click("[data-testid=run]")
         finished(page)
