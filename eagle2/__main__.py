@@ -141,6 +141,7 @@ def _generate(args: argparse.Namespace) -> None:
     settings, prompt = _settings(args), _prompt(args)
     engine = _engine(args)
     from .race import RunRecorder
+    from .trace import lane_summary
 
     ids = engine.encode(prompt)
     recorder = RunRecorder(engine.tokenizer, prompt, ids, settings.sampling, record=False)
@@ -155,30 +156,19 @@ def _generate(args: argparse.Namespace) -> None:
         for piece, origin in list(zip(progress.pieces, progress.origins))[shown:]:
             print(f"{STYLES[origin]}{piece}{RESET}" if coloured and STYLES[origin] else piece, end="", flush=True)
         shown = len(progress.pieces)
-    tau = (len(progress.token_ids) - 1) / progress.target_passes if progress.target_passes else 0.0
     if args.json:
         _print_json(
-            _lane_json(progress)
-            | {"finish_reason": progress.finish_reason, "tau": tau, "settings": engine.metadata(settings)}
+            lane_summary(progress, progress.token_ids, progress.target_passes)
+            | {"finish_reason": progress.finish_reason, "tau": progress.tau, "settings": engine.metadata(settings)}
         )
         return
     print()
     legend = f"{STYLES['drafted']}drafted{RESET}, {STYLES['bonus']}target's own{RESET}; " if coloured else ""
     print(
-        f"{legend}{len(progress.token_ids)} tokens, tau {tau:.2f}, {progress.tokens_per_second:.1f} tokens/s "
+        f"{legend}{len(progress.token_ids)} tokens, tau {progress.tau:.2f}, {progress.tokens_per_second:.1f} tokens/s "
         f"({engine.name}, {engine.dtype}, {engine.device}), ended by {progress.finish_reason}",
         file=sys.stderr,
     )  # fmt: skip
-
-
-def _lane_json(lane: Any) -> dict[str, Any]:
-    return {
-        "text": lane.text,
-        "token_ids": list(lane.token_ids),
-        "seconds": lane.seconds,
-        "tokens_per_second": lane.tokens_per_second,
-        "target_passes": lane.target_passes,
-    }
 
 
 def _race(args: argparse.Namespace) -> None:

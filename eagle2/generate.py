@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .draft import Drafter, Proposal
-from .target import ContextLengthError, Target, TargetOutput
+from .target import Target, TargetOutput
 from .tree import DraftTree
 from .verify import SamplingParams, Verdict, check_finite, verify
 
@@ -90,13 +90,9 @@ def generate(
     """Decode ``prompt_ids``; yields a `Prefill`, then a `Step` per target pass (EAGLE-2 paper, sections 3 and 4).
 
     ``max_nodes`` bounds the drafted nodes of a step.  The output is the prefill's token and all steps' ``emitted``.
-    Raises `ContextLengthError` before any work, `NonFiniteLogitsError` with the number of the step.
+    Raises `ContextLengthError` (from `Target.prefill`) before any pass, `NonFiniteLogitsError` with the number of the step.
     """
     limit = target.max_length
-    if len(prompt_ids) >= limit:
-        raise ContextLengthError(
-            f"the prompt has {len(prompt_ids)} tokens, the model's context {limit}; shorten the prompt"
-        )
     rows = min(len(prompt_ids) + stops.max_new_tokens, limit)
     clock = _Clock(target.device)
     drafter.reset(rows)

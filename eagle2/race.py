@@ -65,6 +65,11 @@ class LaneProgress:
     def text(self) -> str:
         return "".join(self.pieces)
 
+    @property
+    def tau(self) -> float:
+        """Tokens per decoding pass of the target, its own tokens included; the prefill and its token left out."""
+        return (len(self.token_ids) - 1) / self.target_passes if self.target_passes else 0.0
+
 
 @dataclass(slots=True)
 class RaceUpdate:
@@ -87,8 +92,8 @@ class RaceUpdate:
 
     @property
     def tau(self) -> float:
-        """Tokens per decoding pass of the target in the EAGLE-2 lane, its own tokens included."""
-        return (len(self.eagle2.token_ids) - 1) / self.eagle2.target_passes if self.eagle2.target_passes else 0.0
+        """The EAGLE-2 lane's."""
+        return self.eagle2.tau
 
 
 def first_difference(eagle2: Sequence[int], autoregressive: Sequence[int]) -> int | None:

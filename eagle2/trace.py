@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 FORMAT = "eagle2-trace"
 VERSION = 1
@@ -304,9 +304,9 @@ class Trace:
 
     def summary(self) -> dict[str, Any]:
         """The outcome as plain data: what ``python -m eagle2 race --json`` prints and the app's API returns."""
-        lanes = {"eagle2": _lane_summary(self, self.output_ids, len(self.steps))}
+        lanes = {"eagle2": lane_summary(self, self.output_ids, len(self.steps))}
         if (lane := self.autoregressive) is not None:
-            lanes["autoregressive"] = _lane_summary(lane, lane.token_ids, lane.target_passes)
+            lanes["autoregressive"] = lane_summary(lane, lane.token_ids, lane.target_passes)
         return {
             "lanes": lanes,
             "tau": self.tau,
@@ -383,7 +383,17 @@ class Trace:
         return cls.from_json(raw)
 
 
-def _lane_summary(lane: Trace | LaneTrace, token_ids: tuple[int, ...], target_passes: int) -> dict[str, Any]:
+class _Lane(Protocol):
+    @property
+    def text(self) -> str: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def tokens_per_second(self) -> float: ...
+
+
+def lane_summary(lane: _Lane, token_ids: Sequence[int], target_passes: int) -> dict[str, Any]:
+    """One lane of `Trace.summary`; a lane that is only followed (`eagle2.race.LaneProgress`) fits too."""
     return {
         "text": lane.text,
         "token_ids": list(token_ids),
@@ -463,5 +473,5 @@ def _column(kind: str, name: str, value: Any) -> tuple[Any, ...]:
 
 __all__ = [
     "FORMAT", "MAX_JSON_BYTES", "STOPPED", "VERSION", "Decision", "Difference", "LaneTrace", "NextKind", "Origin", "StepTrace",
-    "Trace", "TraceError",
+    "Trace", "TraceError", "lane_summary",
 ]  # fmt: skip

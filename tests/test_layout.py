@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": {"corpus", "head", "models"},
     "evaluate": {"corpus", "engine", "generate"},
     "__init__": set(),
-    "__main__": {"corpus", "engine", "evaluate", "models", "race", "train"},
+    "__main__": {"corpus", "engine", "evaluate", "models", "race", "trace", "train"},
 }
 
 

@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from visual_helpers import GOLDEN, FakeLane, FakeUpdate, synthetic
+from visual_helpers import GOLDEN, synthetic
 
+from eagle2.race import LaneProgress, RaceUpdate
 from eagle2.trace import StepTrace, Trace
 from visual import player, race, theme, tree
 
@@ -232,9 +233,9 @@ def test_payload_holds_the_traces_numbers(golden: Trace) -> None:
 
 
 def test_live_message(golden: Trace) -> None:
-    lane = FakeLane([10, 11], ["The", " light"], ["prefill", "drafted"], 0.05, 1)
-    other = FakeLane([10], ["The"], ["prefill"], 0.028)
-    update = FakeUpdate("eagle2", lane, other, golden.steps[0], golden.vocabulary, lambda: golden)
+    lane = LaneProgress([10, 11], ["The", " light"], ["prefill", "drafted"], 0.05, 1)
+    other = LaneProgress([10], ["The"], ["prefill"], 0.028)
+    update = RaceUpdate("eagle2", lane, other, golden.steps[0], golden.vocabulary, lambda: golden)
     data = player.live(update, 0)
     assert data["lanes"]["eagle2"] == {"pieces": ["The", " light"], "origins": "fd", "seconds": 0.05}
     assert data["step"]["a"] == [1, 3]

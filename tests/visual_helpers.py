@@ -7,11 +7,12 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from eagle2.race import LaneProgress, RaceUpdate
 from eagle2.trace import Decision, LaneTrace, StepTrace, Trace
 
 GOLDEN = Path(__file__).parent / "data" / "trace_v1.json"
@@ -130,40 +131,6 @@ def synthetic(
     )  # fmt: skip
 
 
-@dataclass(slots=True)
-class FakeLane:
-    token_ids: list[int] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
-    origins: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    target_passes: int = 0
-    finish_reason: str | None = None
-
-    @property
-    def tokens_per_second(self) -> float:
-        return len(self.token_ids) / self.seconds if self.seconds else 0.0
-
-
-@dataclass(slots=True)
-class FakeUpdate:
-    lane: str
-    eagle2: FakeLane
-    autoregressive: FakeLane
-    step: StepTrace | None
-    vocabulary: Mapping[int, str]
-    snapshot: Callable[[], Trace]
-    trace: Trace | None = None
-
-    @property
-    def speedup(self) -> float | None:
-        slow = self.autoregressive.tokens_per_second
-        return self.eagle2.tokens_per_second / slow if slow else None
-
-    @property
-    def tau(self) -> float:
-        return (len(self.eagle2.token_ids) - 1) / max(self.eagle2.target_passes, 1)
-
-
 @dataclass(frozen=True)
 class FakeSettings:
     """The checks of `eagle2.engine.Settings` that the app's tests need."""
@@ -199,7 +166,7 @@ class FakeEngine:
     def encode(self, prompt: str) -> list[int]:
         return list(range(len(prompt.split())))
 
-    def race(self, prompt: str, settings: Any) -> Iterator[FakeUpdate]:
+    def race(self, prompt: str, settings: Any) -> Iterator[RaceUpdate]:
         if prompt == "fail":
             raise ValueError("The prompt is too long for this model.")
         self.prompts.append((prompt, settings))
@@ -207,7 +174,7 @@ class FakeEngine:
         self.most_running = max(self.most_running, self.running)
         trace, other = self.trace, self.trace.autoregressive
         assert other is not None
-        fast, slow = FakeLane(seconds=trace.prefill_seconds), FakeLane(seconds=other.prefill_seconds)
+        fast, slow = LaneProgress(seconds=trace.prefill_seconds), LaneProgress(seconds=other.prefill_seconds)
         self._grow(fast, trace.output_ids[:1], trace.output_pieces[:1], ["prefill"])
         self._grow(slow, other.token_ids[:1], other.pieces[:1], ["prefill"])
         steps = iter(trace.steps)
@@ -234,14 +201,14 @@ class FakeEngine:
                         slow.finish_reason = "length"
                     lane = "autoregressive"
                 done = fast.finish_reason is not None and slow.finish_reason is not None
-                yield FakeUpdate(
+                yield RaceUpdate(
                     lane, fast, slow, step, trace.vocabulary, lambda: self._so_far(fast, slow), trace if done else None
                 )
         finally:
             self.running -= 1
             self.closed.set()
 
-    def _so_far(self, fast: FakeLane, slow: FakeLane) -> Trace:
+    def _so_far(self, fast: LaneProgress, slow: LaneProgress) -> Trace:
         whole, other = self.trace, self.trace.autoregressive
         assert other is not None
         made, plain = len(fast.token_ids), len(slow.token_ids)
@@ -255,7 +222,7 @@ class FakeEngine:
         )  # fmt: skip
 
     @staticmethod
-    def _grow(lane: FakeLane, ids: Any, pieces: Any, origins: Any) -> None:
+    def _grow(lane: LaneProgress, ids: Any, pieces: Any, origins: Any) -> None:
         lane.token_ids += ids
         lane.pieces += pieces
         lane.origins += origins
