@@ -1,8 +1,9 @@
-"""Command line: ``python -m eagle2 generate|race|trace|eval|train``."""
+"""Command line: ``python -m eagle2 generate|race|trace|eval|train|export``."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -26,11 +27,29 @@ examples:
   python -m eagle2 trace "10+2=" -o run.json.gz
   python -m eagle2 eval --questions questions.jsonl --limit 20 --json
   python -m eagle2 train --out my-head --answer-tokens 200000
+  python -m eagle2 export --head my-head/head --to vllm --out my-head-vllm
 
 Settings mean the same in every command. depth counts layers of drafted tokens and total-tokens
 drafted nodes without the root; EAGLE's official code calls the paper's setting depth=5, total_token=60.
 Exit codes: 0 done, 1 it could not be done (one sentence says why), 2 wrong usage, 130 interrupted.
 """
+
+TRAIN_OPTIONS: tuple[tuple[str, str, type, str], ...] = (
+    ("--model", "target", str, f"preset, local folder or hub id (default: {DEFAULT_PRESET})"),
+    ("--out", "out", str, "folder for the text (corpus/), the run (run/) and the head (head/)"),
+    ("--dtype", "dtype", str, "of the target: bfloat16 (default), float16 or float32"),
+    ("--device", "device", str, "auto (default), cpu, cuda, cuda:1, ..."),
+    ("--mixed-precision", "mixed_precision", str, "of the training: bf16 (default), fp16 or no"),
+    ("--max-minutes", "max_minutes", float, "stop training after this time; the next call goes on"),
+    ("--answer-tokens", "corpus.answer_tokens", int, "text to generate"),
+    ("--slots", "corpus.slots", int, "conversations decoded at once"),
+    ("--epochs", "train.epochs", float, "passes over the text"),
+    ("--learning-rate", "train.learning_rate", float, "peak"),
+    ("--own-steps", "train.own_steps", int, "the head's own steps that are trained"),
+    ("--batch-tokens", "train.batch_tokens", int, "positions in a batch, of all processes together"),
+    ("--heldout", "train.heldout", float, "share of the conversations"),
+    ("--seed", "seed", int, "of text and training"),
+)
 
 STYLES = {"drafted": "\x1b[34;4m", "plain": "", "prefill": "\x1b[33m", "bonus": "\x1b[33m", "correction": "\x1b[33m"}
 RESET = "\x1b[0m"
@@ -48,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     group = models.add_argument_group("model")
     group.add_argument("--model", default=DEFAULT_PRESET, help="preset, local folder or hub id (default: %(default)s)")
     group.add_argument("--head", metavar="FOLDER", help="draft head; a preset brings its own")
+    group.add_argument("--full-vocabulary", action="store_true",
+                       help="draft over the target's whole vocabulary even if the head comes with a reduced one")  # fmt: skip
     group.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
                        help="auto: float32 on CPU, bfloat16 on a GPU")  # fmt: skip
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
@@ -92,28 +113,43 @@ def _parser() -> argparse.ArgumentParser:
         "trace", "Record a race step by step into a file that the viewer opens.", prompt, models, runs, output
     )
     sub.add_argument("-o", "--output", required=True, metavar="FILE", help="run.json or run.json.gz")
-    sub = command("eval", "tau and acceptance by depth over a question file.", models, runs, output)
-    sub.add_argument("--questions", required=True, metavar="FILE.jsonl", help="FastChat format; first turns are used")
-    sub.add_argument("--limit", type=int, metavar="N", help="only the first N questions")
-    sub = command("train", "Generate text with the target and train a draft head on it; resumable.", models, output)
-    sub.add_argument("--out", required=True, metavar="FOLDER", help="holds the text (corpus/) and the head (head/)")
-    sub.add_argument("--answer-tokens", type=int, default=1_000_000, help="text to generate (default: %(default)s)")
-    sub.add_argument("--slots", type=int, default=96, help="conversations decoded at once (default: %(default)s)")
-    sub.add_argument("--epochs", type=float, default=4.0, help="default: %(default)s")
-    sub.add_argument("--learning-rate", type=float, default=1e-3, help="peak (default: %(default)s)")
-    sub.add_argument(
-        "--own-steps", type=int, default=3, help="the head's own steps that are trained (default: %(default)s)"
-    )
-    sub.add_argument("--batch-tokens", type=int, default=2048, help="positions in a batch (default: %(default)s)")
-    sub.add_argument("--heldout", type=float, default=0.02, help="share of the conversations (default: %(default)s)")
-    sub.add_argument("--seed", type=int, default=0, help="of text and training (default: %(default)s)")
+    sub = command("eval", "tau, acceptance by depth and calibration over question files.", models, runs, output)
+    sub.add_argument("--questions", required=True, nargs="+", metavar="FILE",
+                     help="FastChat JSONL, first turns are used; a folder: all its .jsonl files")  # fmt: skip
+    sub.add_argument("--limit", type=int, metavar="N", help="only the first N questions of each file")
+    sub.add_argument("--full-loop", action="store_true",
+                     help="verify each draft tree; without it greedy runs are replayed from the target's plain output")  # fmt: skip
+    sub.add_argument("--cache", metavar="FOLDER", help="keep the target's outputs here, for the next head or tree")
+    sub.add_argument("--workers", type=int, default=1, metavar="N",
+                     help="processes, each with its own copy of the models and one thread (default: %(default)s)")  # fmt: skip
+    sub = command("train", "Generate text with the target, train a draft head on it, evaluate it; resumable.", output)
+    sub.add_argument("--config", metavar="FILE", help=".toml, .yaml or .json; assets/head-smollm2-135m/train.toml has all "
+                     "keys. Without it: settings.json in the out folder, if there is one; options win over files")  # fmt: skip
+    sub.add_argument("--stage", default="all", choices=("generate", "train", "evaluate", "all", "stats"),
+                     help="stats: describe the text and do nothing else (default: %(default)s)")  # fmt: skip
+    sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key: train.final_rate=0.1")
+    sub.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
+    for option, key, type_, help_ in TRAIN_OPTIONS:
+        sub.add_argument(option, dest=key, type=type_, metavar=type_.__name__.upper(), help=help_)
+    for option, key, help_ in (
+        ("--corpus-folder", "corpus_folders", "use this text and generate none; may be repeated"),
+        ("--questions", "evaluate.questions", "measure tau on this question file; may be repeated"),
+    ):
+        sub.add_argument(option, dest=key, action="append", metavar="PATH", help=help_)
+    sub = command("export", "Write a draft head as EAGLE's official code or vLLM load it.", output)
+    sub.add_argument("--head", required=True, metavar="FOLDER", help="the head, as train writes it")
+    sub.add_argument("--to", required=True, choices=("official", "vllm"), help="the program that shall load it")
+    sub.add_argument("--out", required=True, metavar="DIR", help="new folder, or one from an earlier export")
+    sub.add_argument("--model", help="the head's target; official needs it, since its embedding goes into the file")
     return parser
 
 
 def _engine(args: argparse.Namespace) -> Engine:
     from .engine import Engine
 
-    return Engine.load(args.model, args.head, dtype=args.dtype, device=args.device)
+    return Engine.load(
+        args.model, args.head, dtype=args.dtype, device=args.device, full_vocabulary=args.full_vocabulary
+    )
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -237,49 +273,92 @@ def _trace(args: argparse.Namespace) -> None:
 
 
 def _eval(args: argparse.Namespace) -> None:
-    from .evaluate import evaluate, read_questions
+    from .evaluate import evaluate_sets, read_question_sets, table
 
-    if args.limit is not None and args.limit < 1:
-        raise ValueError(f"--limit must be at least 1, not {args.limit}")
-    settings, prompts = _settings(args), read_questions(args.questions, args.limit)
-    engine = _engine(args)
-    result = evaluate(engine, prompts, settings)
-    result["questions"] = Path(args.questions).name
+    for option, value in (("--limit", args.limit), ("--workers", args.workers)):
+        if value is not None and value < 1:
+            raise ValueError(f"{option} must be at least 1, not {value}")
+    settings, sets = _settings(args), read_question_sets(args.questions, args.limit)
+    cache = Path(args.cache) if args.cache else None
+    if cache is not None:  # before minutes of work, not after
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"the cache folder {cache} cannot be made: {error.strerror or error}") from error
+    result = evaluate_sets(
+        functools.partial(_engine, args), sets, settings, full_loop=args.full_loop, cache=cache, workers=args.workers,
+        threads=args.threads or 1,
+    )  # fmt: skip
     if args.json:
         _print_json(result)
         return
     meta = result["settings"]
     tree = meta["tree"]
-    print(
-        f"tau {result['tau']:.3f} over {result['prompts']} prompts ({result['tokens']} tokens, {result['target_passes']} target passes)"
-    )
-    shares = ", ".join(f"{depth}: {share:.3f}" for depth, share in enumerate(result["acceptance_by_depth"], 1))
-    print(f"share of steps that accepted at least n draft tokens: {shares}")
-    print(f"accepted / drafted {result['acceptance_rate']:.3f}; outputs that end in a loop {result['looping']:.2f}")
+    print(table(result))
+    print()
     print(
         f"{meta['target']}, head {meta['head']}, {meta['dtype']}, {tree['kind']} tree "
         f"{tree['depth']}/{tree['top_k']}/{tree['total_tokens']}, temperature {settings.temperature}, "
-        f"{settings.max_new_tokens} new tokens; tau counts the target's own token and leaves out the prefill's"
+        f"{settings.max_new_tokens} new tokens, by {result['method']}; tau counts the target's own token and leaves out "
+        "the prefill's; >=d: share of the steps that accepted d draft tokens or more"
     )
 
 
 def _train(args: argparse.Namespace) -> None:
-    from .corpus import CorpusConfig
-    from .train import TrainConfig, train_head
+    from .recipe import make_recipe, merge, parse_setting, read_settings
+    from .stages import train_head
 
-    corpus = CorpusConfig(answer_tokens=args.answer_tokens, slots=args.slots, seed=args.seed)
-    config = TrainConfig(
-        epochs=args.epochs, learning_rate=args.learning_rate, own_steps=args.own_steps,
-        batch_tokens=args.batch_tokens, heldout=args.heldout, seed=args.seed,
-    )  # fmt: skip
-    figures = train_head(args.model, Path(args.out), corpus, config, device=args.device)
-    if args.json:
-        _print_json(figures)
+    data: dict[str, Any] = {}
+    source = args.config or (str(Path(args.out) / "settings.json") if args.out else "")
+    if args.config or (source and Path(source).exists()):
+        data = read_settings(source)
+    given = vars(args)
+    keys = [key for _, key, _, _ in TRAIN_OPTIONS if key != "seed"] + ["corpus_folders", "evaluate.questions"]
+    over = {key: given[key] for key in keys if given[key] is not None}
+    if args.seed is not None:
+        over |= {"corpus.seed": args.seed, "train.seed": args.seed}
+    for key, value in over.items():
+        for name in reversed(key.split(".")):
+            value = {name: value}
+        data = merge(data, value)
+    for text in args.set:
+        data = merge(data, parse_setting(text))
+    recipe = make_recipe(data, f"{source} with the options given" if source else "the options given")
+    try:
+        result = train_head(recipe, args.stage)
+    except KeyboardInterrupt:
+        print(f"\nwhat was made is kept in {recipe.out}; the same command goes on from there", file=sys.stderr)
+        raise
+    if result is None:  # another process of `accelerate launch` prints
         return
-    print(f"head in {Path(args.out) / 'head'}; held out: " + ", ".join(f"{k} {v:.3f}" for k, v in figures.items()))
+    if args.json:
+        _print_json(result)
+    elif "heldout" not in result:
+        for key, value in result.items():
+            print(f"{key.replace('_', ' '):<32}{json.dumps(value)}")
+    else:
+        held = ", ".join(f"{k} {v:.3f}" for k, v in result["heldout"].items())
+        print(f"head in {Path(recipe.out) / 'head'}; held out: {held}")
+        for name, entry in result.get("tau", {}).get("sets", {}).items():
+            print(f"tau {entry['tau']:.3f} on {name}")
 
 
-COMMANDS = {"generate": _generate, "race": _race, "trace": _trace, "eval": _eval, "train": _train}
+def _export(args: argparse.Namespace) -> None:
+    from .export import export_head
+
+    result = export_head(args.head, args.out, args.to, model=args.model).to_dict()
+    if args.json:
+        _print_json(result)
+        return
+    print(f"{result['folder']}: {result['layout']} layout, {result['bytes'] / 1e6:.1f} MB, {result['dtype']}")
+    for name, shape in result["tensors"].items():
+        origin = "  (copied from the target)" if name in result["copied_from_target"] else ""
+        print(f"  {name:<42}{'x'.join(map(str, shape)):>14}{origin}")
+    if result["left_out"]:
+        print(f"left out, since the loader does not know it: {', '.join(result['left_out'])}")
+
+
+COMMANDS = {"generate": _generate, "race": _race, "trace": _trace, "eval": _eval, "train": _train, "export": _export}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .draft import Proposal
 from .head import EagleHead
@@ -75,17 +76,57 @@ def static_shape(depth: int, top_k: int, total_tokens: int) -> tuple[tuple[int, 
     return tuple(sorted(paths, key=lambda path: (len(path), path)))
 
 
+class DraftVocabulary:
+    """The tokens that are drafted, and their logits through the target's own LM head.
+
+    With ``token_ids [v]`` (increasing, on any device) only these rows of the LM head are used (FR-Spec, arXiv
+    2502.14856); they are gathered once, here.  Confidences are then relative to these tokens: a log-softmax over ``v``,
+    not over all ``V``.  The output stays the target's, since it verifies whatever was drafted.  None, or all of the
+    target's tokens: the LM head as it is.  ``size`` is ``v`` or ``V``.
+    """
+
+    def __init__(self, target: Target, token_ids: Tensor | None = None) -> None:
+        self.lm_head, self.dtype = target.lm_head, target.dtype
+        if token_ids is not None and len(token_ids) == target.vocab_size:
+            token_ids = None
+        self.token_ids = None if token_ids is None else token_ids.to(target.device)
+        self.size = target.vocab_size if token_ids is None else len(token_ids)
+        self._rows: tuple[Tensor, Tensor | None] | None = None  # weight [v, H], bias [v]
+        # Rows can be taken of a plain linear map only; another kind of LM head may do more, so it runs as it is.
+        if self.token_ids is not None and type(self.lm_head) is nn.Linear:
+            weight, bias = self.lm_head.weight.detach(), self.lm_head.bias
+            self._rows = weight[self.token_ids], None if bias is None else bias.detach()[self.token_ids]
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Float32 ``[n, size]`` for the head's outputs ``[n, H]``; column j is the token ``target_ids(j)``."""
+        features = features.to(self.dtype)
+        if self._rows is not None:
+            return F.linear(features, *self._rows).float()
+        logits: Tensor = self.lm_head(features)
+        return (logits if self.token_ids is None else logits[..., self.token_ids]).float()
+
+    def target_ids(self, columns: Tensor) -> Tensor:
+        """Ids of the target's vocabulary for columns of `logits`, in any shape."""
+        return columns if self.token_ids is None else self.token_ids[columns]
+
+
 class EagleDrafter:
     """Grows a draft tree with an `EagleHead` over the target's features.
+
+    ``vocabulary`` (default: of the head's ``draft_token_ids``) can be shared by all drafters on the same weights.
+    Trees hold ids of the target's vocabulary, whatever is drafted.
 
     Holds the head's KV cache: committed rows come from the target's features only; a tree's rows are dropped after it.
     """
 
     needs_hidden = True
 
-    def __init__(self, head: EagleHead, target: Target, settings: TreeSettings) -> None:
+    def __init__(
+        self, head: EagleHead, target: Target, settings: TreeSettings, vocabulary: DraftVocabulary | None = None
+    ) -> None:
         self.head, self.target, self.settings = head, target, settings
-        self.top_k = min(settings.top_k, target.vocab_size)
+        self.vocabulary = vocabulary or DraftVocabulary(target, head.draft_token_ids)
+        self.top_k = min(settings.top_k, self.vocabulary.size)
         self._shape: dict[tuple[int, ...], int] = {}  # static tree: path -> number of its children in the shape
         if settings.kind == "static":
             paths = static_shape(settings.depth, self.top_k, settings.total_tokens)
@@ -139,9 +180,9 @@ class EagleDrafter:
                     break
                 selected.append(tuple(fed))
                 outputs = self._feed(fed, tokens, parents, features, cache_row, position + layer - 1)
-            log_probs = self._log_probs(outputs)  # [fed, V]
+            log_probs = self._log_probs(outputs)  # [fed, v]
             top = log_probs.topk(self.top_k, -1)
-            best_log, best_id = top.values.tolist(), top.indices.tolist()
+            best_log, best_id = top.values.tolist(), self.vocabulary.target_ids(top.indices).tolist()
             probs = top.values.exp().tolist()
             first_of_layer = len(tokens)
             for row, node in enumerate(fed):
@@ -218,7 +259,7 @@ class EagleDrafter:
         return output
 
     def _log_probs(self, outputs: Tensor) -> Tensor:
-        """Draft log probabilities ``[n, V]`` in float32 through the target's own LM head."""
-        logits = self.target.lm_head(outputs.to(self.target.dtype)).float()
+        """Draft log probabilities ``[n, v]`` in float32, of the drafted vocabulary."""
+        logits = self.vocabulary.logits(outputs)
         check_finite(logits, "draft head", self._steps)
         return logits.log_softmax(-1)

@@ -14,7 +14,7 @@ import torch
 
 from . import __version__, models
 from .draft import Drafter, RootOnly
-from .eagle import EagleDrafter, TreeSettings
+from .eagle import DraftVocabulary, EagleDrafter, TreeSettings
 from .generate import Prefill, Step, Stops, generate
 from .head import EagleHead
 from .race import RaceUpdate, RunRecorder, race
@@ -76,11 +76,17 @@ class Settings:
 
 
 class Engine:
-    """One target, one head, one tokenizer. Runs share the weights; each run has caches of its own."""
+    """One target, one head, one tokenizer. Runs share the weights; each run has caches of its own.
 
-    def __init__(self, model: Any, tokenizer: Any, head: EagleHead, *, name: str, head_name: str) -> None:
+    ``full_vocabulary``: draft over all of the target's tokens even if the head comes with a reduced vocabulary.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, head: EagleHead, *, name: str, head_name: str, full_vocabulary: bool = False
+    ) -> None:
         self.target = Target(model)
         self.tokenizer, self.head, self.name, self.head_name = tokenizer, head, name, head_name
+        self.vocabulary = DraftVocabulary(self.target, None if full_vocabulary else head.draft_token_ids)
         eos = model.generation_config.eos_token_id
         if eos is None:
             eos = tokenizer.eos_token_id
@@ -89,7 +95,7 @@ class Engine:
     @classmethod
     def load(
         cls, model: str = models.DEFAULT_PRESET, head: str | None = None, *, dtype: str = "auto", device: str = "auto",
-        progress: Progress | None = None,
+        progress: Progress | None = None, full_vocabulary: bool = False,
     ) -> Engine:  # fmt: skip
         """Load a preset, a local folder or a hub id; ``head`` is a folder (a preset brings its own).
 
@@ -108,7 +114,7 @@ class Engine:
         eagle_head = EagleHead.load(
             folder, target_config=loaded.config.get_text_config(), device=device, dtype=DTYPES[dtype]
         )
-        return cls(loaded, tokenizer, eagle_head, name=model, head_name=folder.name)
+        return cls(loaded, tokenizer, eagle_head, name=model, head_name=folder.name, full_vocabulary=full_vocabulary)
 
     @property
     def dtype(self) -> str:
@@ -125,7 +131,7 @@ class Engine:
         return models.encode_chat(self.tokenizer, [{"role": "user", "content": prompt}])
 
     def drafter(self, settings: Settings, target: Target) -> EagleDrafter:
-        return EagleDrafter(self.head, target, settings.tree_settings)
+        return EagleDrafter(self.head, target, settings.tree_settings, self.vocabulary)
 
     def run(self, prompt_ids: list[int], settings: Settings, *, drafted: bool = True) -> Iterator[Prefill | Step]:
         """One lane on a fresh cache; ``drafted=False`` is plain autoregressive decoding by the same loop."""
@@ -164,6 +170,7 @@ class Engine:
         return {
             "target": self.name,
             "head": self.head_name,
+            "draft_vocab": self.vocabulary.size,
             "dtype": self.dtype,
             "device": _device_name(self.target.device),
             "threads": torch.get_num_threads(),

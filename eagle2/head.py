@@ -3,6 +3,10 @@
 The head (EAGLE paper, arXiv 2401.15077, section 4.1) predicts the target's next feature: ``fc`` joins the embedding of
 token i+1 and the feature of position i, one decoder layer without an input norm follows, and the target's own LM head
 turns the result into draft logits, with no norm in between.
+
+A checkpoint may name the tokens that its head drafts (FR-Spec, arXiv 2502.14856): ``draft_token_ids``, int32 or int64
+``[v]``, ids of the target's vocabulary in increasing order.  This is not EAGLE-3's ``d2t``/``t2d``: the LM head stays
+the target's own, of which only these rows are used.
 """
 
 from __future__ import annotations
@@ -197,7 +201,13 @@ class _Layer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The draft head. Parameters have the official names (``fc.weight``, ``layers.0.self_attn.q_proj.weight``, ...)."""
+    """The draft head. Parameters have the official names (``fc.weight``, ``layers.0.self_attn.q_proj.weight``, ...).
+
+    ``draft_token_ids``: int64 ``[v]``, the only tokens that are drafted; None: all of the target's.  See
+    `with_draft_tokens`.
+    """
+
+    draft_token_ids: Tensor | None
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -205,6 +215,19 @@ class EagleHead(nn.Module):
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([_Layer(config)])
         self._rotary = [LlamaRotaryEmbedding(config.to_llama())]  # in a list: its buffers are no part of the checkpoint
+        # A buffer moves with the head; not persistent: the state dict holds what is trained, and nothing else.
+        self.register_buffer("draft_token_ids", None, persistent=False)
+
+    def with_draft_tokens(self, token_ids: Tensor | None) -> EagleHead:
+        """Draft only ``token_ids [v]`` from now on, or any token (None); returns the head itself.
+
+        The ids are int32 or int64, strictly increasing and at least two.  Raises `HeadFormatError` otherwise.
+        """
+        if token_ids is not None:
+            _check_draft_tokens(token_ids, self.config.vocab_size)
+            token_ids = token_ids.detach().to(self.fc.weight.device, torch.int64, copy=True)
+        self.draft_token_ids = token_ids
+        return self
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[B, S, D]`` for ``positions [B, S]``."""
@@ -238,7 +261,10 @@ class EagleHead(nn.Module):
         return HeadCache(self.config, capacity, self.fc.weight.device, self.fc.weight.dtype)
 
     def save(self, folder: str | Path, *, dtype: torch.dtype = torch.float16) -> None:
-        """Write ``config.json`` and ``model.safetensors`` with official names; no copy of the target's matrices."""
+        """Write ``config.json`` and ``model.safetensors`` with official names; no copy of the target's matrices.
+
+        ``dtype`` is that of the weights; ``draft_token_ids`` (int32 on disk) is there where the head has them.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = self.config.to_llama().to_dict()
@@ -255,6 +281,8 @@ class EagleHead(nn.Module):
         }
         (folder / "config.json").write_text(json.dumps(official, indent=2) + "\n")
         tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in self.state_dict().items()}
+        if self.draft_token_ids is not None:
+            tensors["draft_token_ids"] = self.draft_token_ids.to("cpu", torch.int32)
         partial = folder / "model.safetensors.partial"
         save_file(tensors, partial, {"format": "pt"})
         partial.chmod(0o644)  # safetensors writes 0600; a head is meant to be read
@@ -295,6 +323,8 @@ class EagleHead(nn.Module):
         for name in ("embed_tokens.weight", "lm_head.weight"):
             tensors.pop(name, None)  # copies of the target's own, which are used instead
         head = cls(config)
+        if "draft_token_ids" in tensors:
+            head.with_draft_tokens(tensors.pop("draft_token_ids"))
         expected_shapes = {name: tuple(value.shape) for name, value in head.state_dict().items()}
         missing = sorted(set(expected_shapes) - set(tensors))
         unknown = sorted(set(tensors) - set(expected_shapes))
@@ -313,6 +343,25 @@ class EagleHead(nn.Module):
                 raise HeadFormatError(f"the head's {name} holds values that are not numbers")
         head.load_state_dict({name: value.float() for name, value in tensors.items()})
         return head.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def _check_draft_tokens(token_ids: Tensor, vocab_size: int) -> None:
+    """Raise `HeadFormatError` unless ``token_ids [v]`` are increasing ids of a vocabulary of ``vocab_size`` tokens."""
+    if token_ids.dim() != 1 or token_ids.dtype not in (torch.int32, torch.int64):
+        kind = str(token_ids.dtype).split(".")[-1]
+        raise HeadFormatError(
+            f"the head's draft_token_ids has shape {list(token_ids.shape)} and dtype {kind}; "
+            "it must be one row of int32 or int64"
+        )
+    if len(token_ids) < 2:
+        raise HeadFormatError(f"the head's draft_token_ids names {len(token_ids)} tokens; at least 2 are needed")
+    if not (token_ids[1:] > token_ids[:-1]).all():
+        raise HeadFormatError("the head's draft_token_ids is not strictly increasing")
+    low, high = int(token_ids[0]), int(token_ids[-1])
+    if low < 0 or high >= vocab_size:
+        raise HeadFormatError(
+            f"the head's draft_token_ids runs from {low} to {high}, outside of the vocabulary of {vocab_size} tokens"
+        )
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:

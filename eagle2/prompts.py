@@ -261,6 +261,84 @@ def _rewrite(r: random.Random, passages: list[str]) -> str:
     ).format(s=text, o=r.choice(TONES), a=r.choice(AUDIENCES))
 
 
+def _word_problem(r: random.Random) -> str:
+    """Several statements about quantities and one question: longer than `_arithmetic`."""
+    n, m, o = r.sample(NAMES, 3)
+    i, j = r.sample(ITEMS, 2)
+    a, b, c, d = r.randint(3, 60), r.randint(2, 20), r.randint(2, 9), r.randint(2, 12)
+    first = r.choice(
+        (
+            f"{n} has {a} {i}, and {m} has {c} times as many.",
+            f"{n} sells {i} at the market for ${c} each and sold {a} of them on Monday.",
+            f"Each week {n} makes {a} {i} and gives {b} of them to {m}.",
+            f"A shop has {a} boxes with {b} {i} in each box.",
+            f"{n} saves ${a} every month to buy {i} that cost ${a * d}.",
+        )
+    )
+    second = r.choice(
+        (
+            f"Then {o} brings {b} more {i} and {d} {j}.",
+            f"On the next day {m} finds {d} more than {o}, who found {b}.",
+            f"Half of the {i} are red and the rest are blue.",
+            f"After {d} days {o} takes {c} {i} away.",
+            f"{m} pays ${d} for every pair of {j}, and {o} pays {b}% less.",
+        )
+    )
+    third = r.choice(
+        (
+            f"How many {i} does {n} have in the end?",
+            f"How many {i} are there altogether?",
+            f"How much money does {n} have left after {c} weeks?",
+            f"How many more {i} than {j} are there?",
+            "What is the total cost?",
+            "How many days does it take?",
+        )
+    )
+    return f"{first} {second} {third}"
+
+
+def _write_function(r: random.Random, snippets: list[str]) -> str:
+    """Code to go on with: the beginning of an earlier answer's code, or a signature with a docstring."""
+    if snippets and r.random() < 0.6:
+        lines = r.choice(snippets).rstrip().split("\n")
+        text = "\n".join(lines[: r.randint(2, max(2, len(lines) - 2))])
+    else:
+        task = r.choice(CODE_TASKS)
+        name = "_".join(task.replace("-", " ").split()[:3])
+        arguments = r.choice(("x", "values", "text", "numbers: list", "s: str", "n: int", "a, b", "items, k"))
+        example = f"    >>> {name}({r.randint(1, 50)})\n    {r.randint(1, 99)}\n" if r.random() < 0.6 else ""
+        text = f'def {name}({arguments}):\n    """This function {task}.\n{example}    """\n'
+    return r.choice(
+        ("Finish this code:\n\n{c}", "{c}\n\nComplete the function above.", "Continue the following code.\n```\n{c}\n```",
+         "Write the body of this function.\n{c}", "What does this code do?\n\n{c}", "Please complete:\n{c}")
+    ).replace("{c}", text)  # fmt: skip
+
+
+def long_prompt(rng: random.Random, passages: list[str], snippets: list[str], tokens: int) -> tuple[str, str]:
+    """``(kind, prompt)`` with an article, code to complete or a word problem; an article has at most ``tokens`` tokens.
+
+    ``passages`` are texts of which articles are made (at least one), ``snippets`` pieces of code (may be empty).
+    """
+    kind = rng.choices(("article", "completion", "problem"), weights=(0.56, 0.26, 0.18))[0]
+    if kind == "completion":
+        return kind, _write_function(rng, snippets)
+    if kind == "problem":
+        return kind, _word_problem(rng)
+    words = int(rng.uniform(0.2, 0.72) * tokens)
+    parts: list[str] = []
+    while sum(len(part.split()) for part in parts) < words:
+        parts.append(rng.choice(passages))
+    text = rng.choice((" ", "\n\n")).join(parts)
+    return kind, rng.choice(
+        (
+            "Summarize this article:\n\n{s}", "Write a short summary of the following news story.\n\n{s}", "{s}\n\nTL;DR",
+            "Give the main points of this text in three sentences: {s}", "{s}\n\nSummarize the text above.",
+            "Summary of this document, please:\n{s}", "What is this article about? {s}", "Shorten this text: {s}",
+            "Read the text and answer: what happened, and who took part?\n\n{s}", "Write a headline for this story: {s}",
+        )
+    ).replace("{s}", text)  # fmt: skip
+
+
 # Kind -> (share of the templated prompts, maker).
 KINDS: dict[str, tuple[float, Callable[[random.Random, list[str]], str]]] = {
     "chat": (0.12, lambda r, _: _chat(r)),

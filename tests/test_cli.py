@@ -99,14 +99,32 @@ def test_trace_writes_a_file_that_loads(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_eval_json(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run_json(capsys, "eval", "--questions", str(questions), "--limit", "3", "--max-new-tokens", "12")
-    assert result["prompts"] == 3
-    assert result["tau"] == pytest.approx(result["tokens"] / result["target_passes"])
-    assert len(result["tau_by_prompt"]) == 3
-    shares = result["acceptance_by_depth"]
+    assert list(result["sets"]) == ["q"]
+    entry = result["sets"]["q"]
+    assert entry["prompts"] == 3
+    assert entry["tau"] == pytest.approx(entry["tokens"] / entry["target_passes"]) == result["mean_tau"]
+    assert len(entry["tau_by_prompt"]) == 3
+    shares = entry["acceptance_by_depth"]
     assert shares == sorted(shares, reverse=True)
     # tau is one own token a step plus the accepted ones, less what the cap cut off.
-    assert result["tau"] <= 1 + sum(shares) + 1e-9
+    assert entry["tau"] <= 1 + sum(shares) + 1e-9
     assert result["settings"]["target"] == "tiny"
+    assert result["method"] == "replay"
+    loop = run_json(
+        capsys, "eval", "--questions", str(questions), "--limit", "3", "--max-new-tokens", "12", "--full-loop"
+    )
+    assert loop["method"] == "full loop"
+    assert loop["sets"]["q"]["tau_by_prompt"] == entry["tau_by_prompt"]
+
+
+def test_eval_table_over_several_files(questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"turns": ["x" * 400]}) + "\n" + json.dumps({"turns": ["y"]}))
+    assert main(["eval", "--questions", str(tmp_path), "--max-new-tokens", "6", "--cache", str(tmp_path / "c")]) == 0
+    out = capsys.readouterr().out
+    assert out.index("long ") < out.index("q ")  # a folder's files are sorted
+    for part in ("mean of tau", "ECE", "by replay", "0.9-1.0"):
+        assert part in out
+    assert len(list((tmp_path / "c").glob("*.safetensors"))) == 5
 
 
 def test_eval_counts_equal_a_run_by_hand(engine: Engine) -> None:
@@ -137,6 +155,7 @@ def test_eval_counts_equal_a_run_by_hand(engine: Engine) -> None:
         (["trace", "x", "-o", "/nowhere/run.json"], "does not exist"),
         (["eval", "--questions", "/nowhere.jsonl"], "cannot be read"),
         (["eval", "--questions", __file__], "line 1"),
+        (["eval", "--questions", "/tmp", "--workers", "0"], "--workers must be"),
     ],
 )
 def test_mistakes_give_one_line_and_exit_code_1(

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from eagle2.__main__ import main
 from eagle2.draft import Proposal
-from eagle2.eagle import EagleDrafter, TreeSettings, static_shape
+from eagle2.eagle import DraftVocabulary, EagleDrafter, TreeSettings, static_shape
+from eagle2.engine import Engine, Settings
 from eagle2.generate import Prefill, Step, Stops, generate
 from eagle2.target import Target
 from eagle2.verify import SamplingParams
-from tests.tiny import tiny_head, tiny_model
+from tests.tiny import byte_tokenizer, tiny_head, tiny_model
 
 PROMPT = [5, 9, 41, 33, 8, 20]
 
@@ -119,15 +123,21 @@ class Checked(EagleDrafter):
                 break
             features = torch.cat((features, output[-1:]))
             tokens.append(token)
-        result: Tensor = self.target.lm_head(output[-1]).softmax(-1)
+        logits = self.target.lm_head(output[-1])
+        if (ids := self.head.draft_token_ids) is not None:  # the tokens that are not drafted have probability 0
+            logits = torch.full_like(logits, -float("inf")).scatter(0, ids, logits[ids])
+        result: Tensor = logits.softmax(-1)
         return result
 
 
+@pytest.mark.parametrize("reduced", [None, torch.arange(3, 96, 4)])
 @pytest.mark.parametrize("settings", [TreeSettings("dynamic", 4, 3, 8), TreeSettings("static", 4, 3, 9)])
-def test_cached_drafting_equals_drafting_from_scratch_after_every_step(settings: TreeSettings) -> None:
+def test_cached_drafting_equals_drafting_from_scratch_after_every_step(
+    settings: TreeSettings, reduced: Tensor | None
+) -> None:
     model = tiny_model()
     target = Target(model)
-    drafter = Checked(tiny_head(model), target, settings)
+    drafter = Checked(tiny_head(model).with_draft_tokens(reduced), target, settings)
     made = steps(run(settings, 20, model, drafter))
     # `run` makes a target of its own, on the same weights.
     assert len(made) >= 5
@@ -172,3 +182,104 @@ def test_features_are_required() -> None:
         drafter.observe([1, 2], None)
     with pytest.raises(ValueError, match="nothing was observed"):
         drafter.propose(4, 3, 3)
+
+
+# --- the reduced vocabulary -------------------------------------------------------------------------------------------
+
+
+class Capped(nn.Linear):
+    """An LM head that is more than a linear map."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * torch.tanh(super().forward(input) / 2)
+
+
+@pytest.mark.parametrize("kind", ["tied", "bias", "capped", "capped, all tokens"])
+def test_reduced_logits_are_the_lm_heads_own_columns(kind: str) -> None:
+    model = tiny_model(tie_word_embeddings=False)
+    if kind != "tied":
+        model.lm_head = (nn.Linear if kind == "bias" else Capped)(32, 96).requires_grad_(False)
+    target = Target(model)
+    ids = torch.arange(96) if kind == "capped, all tokens" else torch.tensor([0, 7, 8, 40, 95])
+    vocabulary = DraftVocabulary(target, ids)
+    features = 3 * torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    logits = vocabulary.logits(features)
+    assert vocabulary.size == len(ids)
+    torch.testing.assert_close(logits, target.lm_head(features)[:, ids])
+    assert vocabulary.target_ids(torch.tensor([[1, 3]])).tolist() == [ids[[1, 3]].tolist()]
+
+
+def test_a_reduced_run_does_not_touch_the_other_rows() -> None:
+    """Else it would cost what the full vocabulary costs."""
+    model = tiny_model()
+    target = Target(model)
+    vocabulary = DraftVocabulary(target, torch.tensor([4, 5, 6]))
+    calls: list[Any] = []
+    target.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    vocabulary.logits(torch.ones(1, 32))
+    assert calls == []
+    DraftVocabulary(target).logits(torch.ones(1, 32))
+    assert calls == [1]
+
+
+def test_a_reduced_vocabulary_of_all_tokens_gives_the_identical_tree() -> None:
+    model = tiny_model()
+    settings = TreeSettings("dynamic", 4, 5, 12)
+    plain = steps(run(settings, model=model))
+    whole = EagleDrafter(tiny_head(model).with_draft_tokens(torch.arange(96)), Target(model), settings)
+    made = steps(run(settings, model=model, drafter=whole))
+    assert len(made) == len(plain) > 3
+    for one, other in zip(made, plain):
+        ours, theirs = one.proposal, other.proposal
+        assert torch.equal(ours.expanded.token_ids, theirs.expanded.token_ids)
+        assert torch.equal(ours.expanded.log_value, theirs.expanded.log_value)
+        assert (ours.expanded.parents, ours.kept, ours.selected) == (
+            theirs.expanded.parents, theirs.kept, theirs.selected,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_top_k_above_the_reduced_vocabulary_drafts_each_of_its_tokens(kind: Any) -> None:
+    model = tiny_model()
+    settings = TreeSettings(kind, 3, 10, 59)
+    ids = [7, 30, 91]
+    drafter = EagleDrafter(tiny_head(model).with_draft_tokens(torch.tensor(ids)), Target(model), settings)
+    for step in steps(run(settings, 16, model, drafter))[:-3]:
+        tree = step.proposal.expanded
+        for node in (0, *itertools.chain(*step.proposal.selected)):
+            drafted = [int(tree.token_ids[child]) for child in tree.children()[node]]
+            assert sorted(drafted) == ids if kind == "dynamic" else set(drafted) <= set(ids)
+        assert len(tree) - 1 == 3 + 2 * 9 if kind == "dynamic" else len(tree) > 3
+
+
+def test_the_engine_gathers_rows_once_and_says_what_is_drafted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through files and the command line: a head with a reduced vocabulary, and the option that ignores it."""
+    tokenizer = byte_tokenizer()
+    model = tiny_model(vocab_size=len(tokenizer), max_position_embeddings=256)
+    model.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    ids = torch.arange(5, 105)
+    tiny_head(model).with_draft_tokens(ids).save(tmp_path / "head")
+    capsys.readouterr()
+    folders = (str(tmp_path / "target"), str(tmp_path / "head"))
+    settings = Settings(max_new_tokens=12)
+    texts = set()
+    for full in (False, True):
+        engine = Engine.load(*folders, device="cpu", full_vocabulary=full)
+        size = len(tokenizer) if full else 100
+        assert engine.metadata(settings)["draft_vocab"] == size
+        one, other = (engine.drafter(settings, engine.target.fork()).vocabulary for _ in range(2))
+        assert one is other
+        assert one.size == size
+        trace = engine.trace("hello", settings)
+        drafted = {token for step in trace.steps for token in step.token_ids[1:]}
+        assert (drafted <= set(ids.tolist())) is not full
+        texts.add(trace.output_ids)
+        option = ["--full-vocabulary"] if full else []
+        arguments = ["race", "hello", "--model", folders[0], "--head", folders[1], "--device", "cpu", "--json"]
+        assert main([*arguments, "--max-new-tokens", "4", *option]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert (result["settings"]["draft_vocab"], result["equal"]) == (size, True)
+    assert len(texts) == 1

@@ -25,8 +25,10 @@ def decode(model: Any, drafter: Any, prompt: list[int], stops: Stops, **more: An
     return ids, items
 
 
-def eagle(model: Any, settings: TreeSettings | None = None) -> EagleDrafter:
-    return EagleDrafter(tiny_head(model), Target(model), settings or TreeSettings("dynamic", 4, 3, 8))
+def eagle(model: Any, settings: TreeSettings | None = None, only: list[int] | None = None) -> EagleDrafter:
+    """The head's drafter; ``only`` is its reduced vocabulary."""
+    head = tiny_head(model).with_draft_tokens(None if only is None else torch.tensor(only))
+    return EagleDrafter(head, Target(model), settings or TreeSettings("dynamic", 4, 3, 8))
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -50,6 +52,34 @@ def test_greedy_ids_equal_hugging_faces_whatever_is_drafted(kind: str, prompt: l
         assert passes == COUNT - 1
     if kind == "oracle":
         assert passes < COUNT / 2
+
+
+@pytest.mark.parametrize(("prompt", "kind"), list(zip(PROMPTS, ["dynamic", "static"] * 2)))
+def test_greedy_ids_with_a_reduced_vocabulary_equal_hugging_faces(prompt: list[int], kind: Any) -> None:
+    """Also where most of the answer's tokens, the end of turn among them, can never be drafted."""
+    model = tiny_model()
+    expected = reference(model, prompt, COUNT, eos_token_id=None)
+    answer = sorted(set(expected))
+    assert len(answer) > 2
+    eos = expected[-1]
+    expected_to_eos = expected[: expected.index(eos) + 1]
+    drafted_right = 0
+    for only in (answer, answer[::2], sorted({*answer} - {eos} | {0, 1}), sorted({*range(96)} - {*answer}), [0, 95]):
+        drafter = eagle(model, TreeSettings(kind, 3, 4, 9), only)
+        ids, items = decode(model, drafter, prompt, Stops(COUNT))
+        assert ids == expected
+        drafted = {t for step in items[1:] for t in step.proposal.expanded.token_ids[1:].tolist()}
+        assert drafted
+        assert drafted <= set(only)
+        accepted = sum(len(step.verdict.accepted) for step in items[1:])
+        drafted_right += accepted
+        if not set(only) & set(answer):
+            assert accepted == 0
+    assert drafted_right > 0
+    stopped, _ = decode(
+        model, eagle(model, only=[t for t in answer if t != eos]), prompt, Stops(COUNT, frozenset([eos]))
+    )
+    assert stopped == expected_to_eos
 
 
 @pytest.mark.parametrize("kind", ["root only", "oracle", "random", "head"])
@@ -140,12 +170,16 @@ def test_sampled_text_has_the_targets_distribution_whatever_is_drafted() -> None
     with torch.inference_mode():
         first = model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
         exact = sum(first[t] * model(torch.tensor([[*prompt, t]])).logits[0, -1].softmax(-1) for t in range(12))
-    for drafter in (RandomDrafter(1, 12), eagle(model)):
+    for drafter in (RandomDrafter(1, 12), eagle(model), eagle(model, only=[1, 4, 6, 9])):
         generator = torch.Generator().manual_seed(11)
         counts = torch.zeros(12)
+        kinds = []
         for _ in range(400):
-            ids, _ = decode(model, drafter, prompt, Stops(2), sampling=SamplingParams(1.0), generator=generator)
+            # With a cap of 2 there would be no room for a draft.
+            ids, items = decode(model, drafter, prompt, Stops(3), sampling=SamplingParams(1.0), generator=generator)
             counts[ids[1]] += 1
+            kinds.append(bool(items[1].verdict.accepted))
+        assert 20 < sum(kinds) < 380  # the second token came from a draft, and did not
         big = exact * 400 > 5
         statistic = float((((counts - exact * 400) ** 2) / (exact * 400))[big].sum())
         assert statistic < 35  # 0.1 % point at 12 degrees of freedom: 32.9, with room for the merged rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,15 @@ def test_copies_of_the_targets_matrices_are_ignored(saved: Path) -> None:
         ({"fc__weight": torch.full((32, 64), float("nan"))}, "not numbers"),
         ({"midlayer__self_attn__q_proj__weight": torch.zeros(32, 64)}, "EAGLE-3"),
         ({"d2t": torch.zeros(16, dtype=torch.long)}, "EAGLE-3"),
+        ({"draft_token_ids": torch.tensor([[1, 2]])}, r"shape \[1, 2\] and dtype int64; it must be one row"),
+        ({"draft_token_ids": torch.tensor([1.0, 2.0])}, "dtype float32; it must be"),
+        ({"draft_token_ids": torch.tensor([False, True])}, "dtype bool; it must be"),
+        ({"draft_token_ids": torch.tensor([5])}, "names 1 tokens; at least 2"),
+        ({"draft_token_ids": torch.tensor([], dtype=torch.int32)}, "names 0 tokens; at least 2"),
+        ({"draft_token_ids": torch.tensor([1, 4, 4])}, "not strictly increasing"),
+        ({"draft_token_ids": torch.tensor([4, 1])}, "not strictly increasing"),
+        ({"draft_token_ids": torch.tensor([-1, 4])}, "from -1 to 4, outside of the vocabulary of 96"),
+        ({"draft_token_ids": torch.tensor([3, 96])}, "from 3 to 96, outside of the vocabulary of 96"),
     ],
 )
 def test_a_wrong_checkpoint_is_named_and_refused(saved: Path, changes: dict[str, Any], message: str) -> None:
@@ -141,6 +151,58 @@ def test_a_pickled_state_dict_loads(saved: Path) -> None:
     (saved / "model.safetensors").unlink()
     torch.save(tensors, saved / "pytorch_model.bin")
     assert torch.equal(EagleHead.load(saved).fc.weight, tensors["fc.weight"])
+
+
+IDS = torch.tensor([0, 3, 50, 95])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_draft_tokens_are_read_from_the_checkpoint(saved: Path, dtype: torch.dtype) -> None:
+    assert EagleHead.load(saved).draft_token_ids is None
+    edit(saved, draft_token_ids=IDS.to(dtype))
+    head = EagleHead.load(saved, target_config=tiny_model().config, dtype=torch.float16)
+    assert head.draft_token_ids is not None
+    assert head.draft_token_ids.dtype == torch.int64
+    assert head.draft_token_ids.tolist() == IDS.tolist()
+
+
+def test_draft_tokens_survive_a_save_whatever_the_dtype(tmp_path: Path) -> None:
+    """Ids above 2048 would not survive a cast to float16."""
+    ids = torch.tensor([0, 2049, 4095])
+    head = tiny_head(tiny_model(vocab_size=4096)).with_draft_tokens(ids)
+    head.save(tmp_path, dtype=torch.float16)
+    assert load_file(tmp_path / "model.safetensors")["draft_token_ids"].dtype == torch.int32
+    again = EagleHead.load(tmp_path)
+    assert again.draft_token_ids is not None
+    assert again.draft_token_ids.tolist() == ids.tolist()
+    again.with_draft_tokens(None).save(tmp_path)
+    assert "draft_token_ids" not in load_file(tmp_path / "model.safetensors")
+
+
+def test_draft_tokens_are_kept_by_casts_and_copies_but_are_nothing_that_is_trained() -> None:
+    """What the trainer does: copy the head, average its parameters, store and restore its state dict."""
+    plain, head = tiny_head(tiny_model()), tiny_head(tiny_model()).with_draft_tokens(IDS)
+    copied = copy.deepcopy(head)
+    for other in (copied, copied.to(torch.bfloat16), copied.half()):
+        assert other.draft_token_ids is not None
+        assert other.draft_token_ids.dtype == torch.int64
+        assert other.draft_token_ids.tolist() == IDS.tolist()
+    assert set(head.state_dict()) == set(plain.state_dict()) == {name for name, _ in head.named_parameters()}
+    head.load_state_dict(plain.state_dict())  # of a run without them
+    plain.load_state_dict(head.state_dict())
+    assert (plain.draft_token_ids, head.draft_token_ids.tolist()) == (None, IDS.tolist())  # type: ignore[union-attr]
+
+
+def test_draft_tokens_are_checked_and_copied_when_set() -> None:
+    head = tiny_head(tiny_model())
+    with pytest.raises(HeadFormatError, match="increasing"):
+        head.with_draft_tokens(torch.tensor([2, 1]))
+    assert head.draft_token_ids is None
+    ids = IDS.clone()
+    head.with_draft_tokens(ids)
+    ids[0] = 1
+    assert head.draft_token_ids is not None
+    assert head.draft_token_ids.tolist() == IDS.tolist()
 
 
 def test_bad_configs_give_one_sentence(saved: Path) -> None:

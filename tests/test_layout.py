@@ -27,11 +27,16 @@ ALLOWED: dict[str, set[str]] = {
     "record": {"generate", "trace", "verify"},
     "race": {"generate", "record", "text", "trace", "verify"},
     "engine": {"draft", "eagle", "generate", "head", "models", "race", "target", "trace", "verify"},
-    "corpus": {"prompts"},
+    "corpus": {"models", "prompts"},
     "train": {"corpus", "head", "models"},
-    "evaluate": {"corpus", "engine", "generate"},
+    "recipe": {"corpus", "models", "train"},
+    "stats": {"train"},
+    "stages": {"corpus", "engine", "evaluate", "head", "models", "recipe", "stats", "train"},
+    "replay": {"corpus", "target", "tree", "verify"},
+    "evaluate": {"corpus", "engine", "generate", "models", "replay"},
+    "export": {"head", "models"},
     "__init__": set(),
-    "__main__": {"corpus", "engine", "evaluate", "models", "race", "trace", "train"},
+    "__main__": {"corpus", "engine", "evaluate", "export", "models", "race", "recipe", "stages", "trace"},
 }
 
 
