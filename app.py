@@ -396,6 +396,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description="Watch EAGLE-2 race plain decoding, with the draft tree of every step.")
     made.add_argument("--model", default="smollm2-135m", help="preset, local folder or hub id (default: %(default)s)")
     made.add_argument("--head", help="folder of the draft head (default: the preset's own)")
+    made.add_argument(
+        "--full-vocabulary", action="store_true", help="draft over all tokens even if the head has a reduced vocabulary"
+    )
     made.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     made.add_argument("--device", default="auto", help="auto, cpu, cuda, … (default: %(default)s)")
     made.add_argument("--host", help="address to listen on (default: this machine only; on a Space all)")
@@ -410,7 +413,10 @@ OPTIONS = parser().parse_args([])
 def load_engine(progress: Callable[[str, int, int], None]) -> Any:
     from eagle2.engine import Engine
 
-    return Engine.load(OPTIONS.model, OPTIONS.head, dtype=OPTIONS.dtype, device=OPTIONS.device, progress=progress)
+    return Engine.load(
+        OPTIONS.model, OPTIONS.head, dtype=OPTIONS.dtype, device=OPTIONS.device, progress=progress,
+        full_vocabulary=OPTIONS.full_vocabulary,
+    )  # fmt: skip
 
 
 host = EngineHost(load_engine)

@@ -252,7 +252,8 @@ def _race(args: argparse.Namespace) -> None:
         print(f"same tokens: no, from output position {difference.index} ({gap}: near 0 means rounding)")
     print(
         f"{meta['target']}, head {meta['head']}, {meta['dtype']} on {meta['device']}, {meta['threads']} threads, "
-        f"{tree['kind']} tree {tree['depth']}/{tree['top_k']}/{tree['total_tokens']}, torch {meta['versions']['torch']}, "
+        f"{tree['kind']} tree {tree['depth']}/{tree['top_k']}/{tree['total_tokens']}, "
+        f"{meta['draft_vocab']} tokens drafted, torch {meta['versions']['torch']}, "
         f"transformers {meta['versions']['transformers']}; one run, no warm-up"
     )
 
@@ -273,6 +274,7 @@ def _trace(args: argparse.Namespace) -> None:
 
 
 def _eval(args: argparse.Namespace) -> None:
+    from .engine import Engine
     from .evaluate import evaluate_sets, read_question_sets, table
 
     for option, value in (("--limit", args.limit), ("--workers", args.workers)):
@@ -285,8 +287,12 @@ def _eval(args: argparse.Namespace) -> None:
             cache.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"the cache folder {cache} cannot be made: {error.strerror or error}") from error
+    # Not `_engine`: a worker process cannot import what is defined in a package's __main__.
+    load = functools.partial(
+        Engine.load, args.model, args.head, dtype=args.dtype, device=args.device, full_vocabulary=args.full_vocabulary
+    )
     result = evaluate_sets(
-        functools.partial(_engine, args), sets, settings, full_loop=args.full_loop, cache=cache, workers=args.workers,
+        load, sets, settings, full_loop=args.full_loop, cache=cache, workers=args.workers,
         threads=args.threads or 1,
     )  # fmt: skip
     if args.json:
@@ -299,7 +305,7 @@ def _eval(args: argparse.Namespace) -> None:
     print(
         f"{meta['target']}, head {meta['head']}, {meta['dtype']}, {tree['kind']} tree "
         f"{tree['depth']}/{tree['top_k']}/{tree['total_tokens']}, temperature {settings.temperature}, "
-        f"{settings.max_new_tokens} new tokens, by {result['method']}; tau counts the target's own token and leaves out "
+        f"{settings.max_new_tokens} new tokens, {meta['draft_vocab']} tokens drafted, by {result['method']}; tau counts the target's own token and leaves out "
         "the prefill's; >=d: share of the steps that accepted d draft tokens or more"
     )
 

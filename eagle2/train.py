@@ -53,13 +53,13 @@ class TrainConfig:
 
     epochs: float = 4.0
     batch_tokens: int = 2048  # about this many positions in a batch
-    learning_rate: float = 1e-3
+    learning_rate: float = 1.5e-3
     final_rate: float = 0.02  # share of the peak at the end of the cosine
     warmup_steps: int = 100
     weight_decay: float = 0.01
     clip: float = 0.5
     own_steps: int = 3
-    step_decay: float = 0.9
+    step_decay: float = 0.5
     feature_weight: float = 0.2
     hard_share: float = 0.5  # share of the target's first choice in what is learnt; the rest is its full distribution
     noise: float = 0.05  # uniform noise on the target's features, in units of their standard deviation
@@ -518,7 +518,9 @@ class Trainer:
         ):
             while step < total:
                 epoch, skip = divmod(step, per_epoch)
-                for group in list(batches(self.data, train, config.batch_tokens, config.seed * 1000 + epoch))[skip:]:
+                groups = list(batches(self.data, train, config.batch_tokens, config.seed * 1000 + epoch))
+                # Each order packs into a few batches more or less: all epochs have `per_epoch` steps.
+                for group in (groups * 2)[skip:per_epoch]:
                     rate = self._rate(step, total)
                     for optimizer in optimizers:
                         for parameters in optimizer.param_groups:

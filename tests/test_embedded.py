@@ -74,6 +74,25 @@ def test_the_race_is_equal_in_float32_and_counts_alike(engine: Engine) -> None:
     assert last.trace.autoregressive.target_passes == 47
 
 
+def test_the_reduced_vocabulary_costs_next_to_nothing(engine: Engine) -> None:
+    """The same text by definition; the steps that it takes must not grow by much."""
+    assert engine.head.draft_token_ids is not None
+    full = Engine(
+        engine.target.model, engine.tokenizer, engine.head, name=DEFAULT_PRESET, head_name="x", full_vocabulary=True
+    )
+    settings = Settings(max_new_tokens=48, depth=4, top_k=5, total_tokens=12)
+    steps = {"reduced": 0, "full": 0}
+    for prompt in PROMPTS[:8]:
+        texts = []
+        for name, one in (("reduced", engine), ("full", full)):
+            ids, passes = ids_of(one, prompt, settings)
+            texts.append(ids)
+            steps[name] += passes
+        assert texts[0] == texts[1], prompt
+    assert engine.vocabulary.size < full.vocabulary.size == engine.target.vocab_size
+    assert steps["reduced"] <= 1.05 * steps["full"]
+
+
 def test_static_tree_gives_the_same_text(engine: Engine) -> None:
     settings = Settings(max_new_tokens=40, tree="static", depth=4, top_k=4, total_tokens=10)
     assert ids_of(engine, PROMPTS[2], settings)[0] == ids_of(engine, PROMPTS[2], settings, drafted=False)[0]
@@ -95,7 +114,25 @@ def test_the_embedded_head_is_small_complete_and_described() -> None:
     record = json.loads((folder / "training.json").read_text())
     for word in ("tau", "tokens", "seed", "MT-bench", "Apache-2.0"):
         assert word in card
-    assert record["answer_tokens"] > 1_000_000
+    assert record["corpus"]["distinct_answer_tokens"] > 1_000_000
+    assert record["target"]["name"] == DEFAULT_PRESET
+    assert [row["step"] for row in record["curve"]] == sorted(row["step"] for row in record["curve"])
+
+
+def test_eval_with_worker_processes_from_the_command_line(tmp_path: Path) -> None:
+    """As a user calls it: what the workers load must not live in ``__main__``."""
+    questions = tmp_path / "q.jsonl"
+    questions.write_text("".join(json.dumps({"turns": [prompt]}) + "\n" for prompt in PROMPTS[:3]))
+    results = []
+    for workers in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-m", "eagle2", "eval", "--questions", str(questions), "--max-new-tokens", "16",
+             "--workers", workers, "--json"],
+            cwd=ROOT, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads(done.stdout)["sets"]["q"])
+    assert results[0] == results[1]
 
 
 def test_command_line_in_a_process_of_its_own() -> None:

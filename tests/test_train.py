@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -240,6 +241,29 @@ def test_training_teaches_resumes_exactly_and_saves_a_loadable_head(
         make_trainer(model, data, dataclasses.replace(config, clip=1.0)).fit(tmp_path / "cut")
 
 
+@pytest.mark.parametrize("change", [-1, 1])
+def test_epochs_that_pack_into_other_numbers_of_batches(
+    target: tuple[Any, Any], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: int
+) -> None:
+    """The order of an epoch decides how many batches it makes; the run is as long as planned, and ends."""
+    calls = 0
+
+    def packed(data: CorpusData, rows: list[int], batch_tokens: int, seed: int) -> Iterator[list[int]]:
+        nonlocal calls
+        calls += 1
+        assert calls < 20, "the loop does not end"
+        groups = list(batches(data, rows, batch_tokens, seed))
+        yield from groups if seed in (0, 7000) else groups[:-1] if change < 0 else [*groups, groups[0]]
+
+    data = CorpusData(corpus)
+    config = TrainConfig(epochs=2, batch_tokens=800, heldout=0.2, loss_vocab=64, own_steps=1, seed=7)
+    monkeypatch.setattr("eagle2.train.batches", packed)
+    trainer = make_trainer(target[0], data, config)
+    trainer.fit(tmp_path)
+    steps = 2 * len(list(batches(data, data.split(0.2)[0], 800, 0)))
+    assert [int(row["step"]) for row in read_log(tmp_path)] == [steps]
+
+
 def test_the_loss_looks_at_drafted_answer_tokens_only(corpus: Path) -> None:
     data = CorpusData(corpus)
     batch = data.batch([0, 1, 2])
@@ -422,6 +446,7 @@ def test_a_damaged_checkpoint_and_a_loss_that_is_no_number(
 
 WORKER = """
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 import torch
 from eagle2.train import CorpusData, TrainConfig, make_accelerator, make_trainer
