@@ -531,7 +531,7 @@ def test_stages_resume_compare_settings_and_measure_tau(
     assert main(["train", "--out", str(out)]) == 0
     assert "tau" in capsys.readouterr().out
     assert main(["train", "--out", str(out), "--learning-rate", "0.5"]) == 1
-    assert "settings.json: train.learning_rate was 0.001, now 0.5; choose another out" in capsys.readouterr().err
+    assert "settings.json: train.learning_rate was 0.0015, now 0.5; choose another out" in capsys.readouterr().err
     assert main(["train", "--out", str(out), "--set", "train.epoch=1"]) == 1
     assert "unknown key train.epoch;" in capsys.readouterr().err
     assert main(["train"]) == 1
