@@ -17,8 +17,8 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,17 @@ AttentionInterface.register(SLOT_ATTENTION, _slot_attention)
 AttentionMaskInterface.register(SLOT_ATTENTION, sdpa_mask)
 
 
+@contextmanager
+def slot_attention(model: Any) -> Iterator[None]:
+    """``model`` attends by `_slot_attention` within the block; its own way is put back afterwards."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(SLOT_ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
 @dataclass(slots=True)
 class _Slot:
     """One conversation under way."""
@@ -247,12 +258,18 @@ class CorpusGenerator:
     def _reject(self, why: str) -> None:
         self.rejected[why] = self.rejected.get(why, 0) + 1
 
+    def run(self) -> Generator[Conversation]:
+        """Yield finished conversations for ever; the caller closes it when it has enough.
+
+        Until then the model attends in a way of its own (`slot_attention`).
+        """
+        with slot_attention(self.model):
+            yield from self._decode()
+
     @torch.inference_mode()
-    def run(self) -> Iterator[Conversation]:
-        """Yield finished conversations for ever; the caller stops when it has enough."""
+    def _decode(self) -> Iterator[Conversation]:
         slots = self.config.slots
         backbone, lm_head = self.model.base_model, self.model.get_output_embeddings()
-        self.model.set_attn_implementation(SLOT_ATTENTION)
         layers = [_SlotLayer(self.capacity) for _ in range(self.model.config.num_hidden_layers)]
         cache = Cache(layers=layers)
         hidden_size = self.model.config.hidden_size
@@ -428,22 +445,27 @@ def pack_linears(model: Any, rows: int) -> None:
                 setattr(parent, name, _PackedLinear(child, rows))
 
 
+def weights_fingerprint(model: Any, dtype: torch.dtype) -> str:
+    """A hash of some elements of every parameter, rounded to ``dtype``: tells apart models that share a name."""
+    digest = hashlib.blake2b(digest_size=16)
+    for key, value in sorted(model.named_parameters()):
+        flat = value.detach().flatten()
+        sample = flat[:: max(1, len(flat) // 64)].to("cpu", dtype).contiguous()
+        digest.update(key.encode() + sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def target_identity(name: str, model: Any) -> dict[str, Any]:
     """What shards say about the target that wrote them: name, sizes, and a fingerprint of its weights.
 
     The fingerprint samples every parameter in bfloat16, so it tells a fine-tune from its base model.
     """
-    digest = hashlib.blake2b(digest_size=16)
-    for key, value in sorted(model.named_parameters()):
-        flat = value.detach().flatten()
-        sample = flat[:: max(1, len(flat) // 64)].to("cpu", torch.bfloat16)
-        digest.update(key.encode() + sample.view(torch.int16).numpy().tobytes())
     config = model.config.get_text_config()
     return {
         "name": name,
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
-        "fingerprint": digest.hexdigest(),
+        "fingerprint": weights_fingerprint(model, torch.bfloat16),
     }
 
 
@@ -495,16 +517,19 @@ class CorpusPlan:
                 self.shards += 1
             known, buffer, begun = len(generator.seen), _ShardBuffer(), time.monotonic()
 
-        attention = generator.model.config._attn_implementation
         total = self.have + self.missing
-        with tqdm(
-            total=total, initial=self.have, unit="tok", desc="answers", smoothing=0.05, disable=self.rank > 0
-        ) as bar:
+        with (
+            closing(generator.run()) as conversations,
+            tqdm(
+                total=total, initial=self.have, unit="tok", desc="answers", smoothing=0.05, disable=self.rank > 0
+            ) as bar,
+        ):
             try:
-                for conversation in generator.run():
+                for conversation in conversations:
                     buffer.add(conversation)
-                    made += len(conversation.tokens) - conversation.answer_start
-                    bar.update(len(conversation.tokens) - conversation.answer_start)
+                    answer = len(conversation.tokens) - conversation.answer_start
+                    made += answer
+                    bar.update(answer)
                     full = buffer.total >= SHARD_TOKENS or time.monotonic() - begun > SHARD_SECONDS
                     if full or made >= self.missing:
                         flush()
@@ -513,8 +538,6 @@ class CorpusPlan:
             except KeyboardInterrupt:
                 flush()
                 raise
-            finally:
-                generator.model.set_attn_implementation(attention)  # generating has its own
 
 
 def plan_corpus(

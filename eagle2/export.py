@@ -177,8 +177,7 @@ def _target_config(name: str, progress: models.Progress | None) -> Any:
     try:
         return AutoConfig.from_pretrained(models.model_files(name, progress)).get_text_config()
     except (OSError, ValueError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ExportError(f"the target {name} cannot be read: {first}") from error
+        raise ExportError(f"the target {name} cannot be read: {models._line(error)}") from error
 
 
 def _check_folder(out: Path) -> None:

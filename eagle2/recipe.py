@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .corpus import CorpusConfig
+from .engine import Settings
 from .models import DEFAULT_PRESET, _line
 from .train import PRECISIONS, TrainConfig
 
@@ -44,10 +45,17 @@ class EvaluateConfig:
     limit: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.depth, self.top_k, self.total_tokens, self.max_new_tokens) < 1:
-            raise ValueError("depth, top_k, total_tokens and max_new_tokens must be at least 1")
-        if self.limit < 0 or self.temperature < 0:
-            raise ValueError("limit and temperature must not be below 0")
+        _ = self.settings  # its own checks, before hours of training instead of after
+        if self.limit < 0:
+            raise ValueError("limit must not be below 0")
+
+    @property
+    def settings(self) -> Settings:
+        """How each question is run."""
+        return Settings(
+            max_new_tokens=self.max_new_tokens, temperature=self.temperature, depth=self.depth, top_k=self.top_k,
+            total_tokens=self.total_tokens,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

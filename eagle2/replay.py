@@ -26,10 +26,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
-from .corpus import SLOT_ATTENTION
-from .target import PREFILL_CHUNK, ContextLengthError, Target, TargetOutput
+from .corpus import slot_attention, weights_fingerprint
+from .models import _line
+from .target import PREFILL_CHUNK, PrefixLayer, Target, TargetOutput
 from .tree import DraftTree
 from .verify import check_finite
 
@@ -74,6 +75,7 @@ class ReplayTarget(Target):
     def __init__(self, model: Any, recording: Recording) -> None:
         super().__init__(model)
         self.recording = recording
+        self._layers = []  # nothing is computed, so nothing is kept but the count
         self._committed = 0
 
     def fork(self) -> ReplayTarget:
@@ -122,10 +124,8 @@ class ReplayTarget(Target):
         return TargetOutput(self._one_hot(choices), hidden)
 
     def commit(self, rows: Sequence[int]) -> None:
-        if not all(0 <= row < self._pass_rows for row in rows):
-            raise ValueError(f"rows {list(rows)} are not all rows of the last pass, which had {self._pass_rows}")
+        super().commit(rows)
         self._committed += len(rows)
-        self._pass_rows = 0
 
     def _one_hot(self, choices: Sequence[int]) -> Tensor:
         """``[n, V]``: 1 at each row's choice, 0 elsewhere; a row without a choice (-1) is all 0."""
@@ -150,12 +150,7 @@ def record(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
     for prompt in prompts:
-        if not prompt:
-            raise ValueError("the prompt is empty")
-        if len(prompt) >= target.max_length:
-            raise ContextLengthError(
-                f"the prompt has {len(prompt)} tokens, the model's context {target.max_length}; shorten the prompt"
-            )
+        target.check_prompt(prompt)
     eos = frozenset(eos_ids)
     batch: list[Sequence[int]] = []
     for prompt in prompts:
@@ -211,40 +206,6 @@ def _decode(
     return recordings
 
 
-class _Layer(CacheLayerMixin):
-    """KV of one layer ``[rows, kv_heads, capacity, head_dim]``; every row writes the same columns."""
-
-    is_sliding = False
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
-        self.capacity, self.length = capacity, 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        rows, heads, _, dim = key_states.shape
-        self.keys = key_states.new_zeros(rows, heads, self.capacity, dim)
-        self.values = value_states.new_zeros(rows, heads, self.capacity, value_states.shape[-1])
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        end = self.length + key_states.shape[2]
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return self.capacity
-
-
 class _Batch:
     """The KV cache and the features of a batch; ``rows`` are the prompts that are still in it."""
 
@@ -252,9 +213,8 @@ class _Batch:
         self.target = target
         self.rows = list(range(len(padding)))
         self.first = torch.tensor(padding, device=target.device)  # [rows], each row's first column that isn't padding
-        self.layers = [_Layer(capacity) for _ in range(target.config.num_hidden_layers)]
+        self.layers = [PrefixLayer(capacity) for _ in range(target.config.num_hidden_layers)]
         self.cache = Cache(layers=list(self.layers))
-        self.length = 0
         self.features = torch.zeros(
             len(padding), capacity, target.hidden_size, dtype=target.dtype, device=target.device
         )
@@ -269,7 +229,7 @@ class _Batch:
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Hidden states ``[rows, n, H]`` of ``token_ids [rows, n]`` in the next n columns."""
-        target, begin = self.target, self.length
+        target, begin = self.target, self.layers[0].length
         end = begin + token_ids.shape[1]
         columns = torch.arange(end, device=target.device)
         own = columns[begin:]
@@ -283,22 +243,16 @@ class _Batch:
             cache=self.cache, use_cache=True,
         ).last_hidden_state  # fmt: skip
         self.features[self.rows, begin:end] = hidden
-        self.length = end
+        for layer in self.layers:
+            layer.keep(range(end - begin))
         return hidden
 
 
-@contextlib.contextmanager
-def _decoding_attention(target: Target) -> Iterator[None]:
+def _decoding_attention(target: Target) -> contextlib.AbstractContextManager[None]:
     """On a CPU, the corpus generator's attention: one query a row without copying the KV of grouped heads."""
-    before = target.config._attn_implementation
-    if target.device.type != "cpu" or before != "sdpa":
-        yield
-        return
-    target.model.set_attn_implementation(SLOT_ATTENTION)
-    try:
-        yield
-    finally:
-        target.model.set_attn_implementation(before)
+    if target.device.type != "cpu" or target.config._attn_implementation != "sdpa":
+        return contextlib.nullcontext()
+    return slot_attention(target.model)
 
 
 class RecordingStore:
@@ -314,7 +268,7 @@ class RecordingStore:
         folder.mkdir(parents=True, exist_ok=True)
         about = [
             FORMAT, VERSION, name, str(target.dtype), target.max_length, target.vocab_size, target.hidden_size,
-            max_new_tokens, sorted(self.eos_ids), _weights_sample(target.model),
+            max_new_tokens, sorted(self.eos_ids), weights_fingerprint(target.model, torch.float32),
         ]  # fmt: skip
         self._base = json.dumps(about)
 
@@ -332,7 +286,7 @@ class RecordingStore:
                 metadata = file.metadata() or {}
                 tokens, features = file.get_tensor("token_ids"), file.get_tensor("features")
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} cannot be read ({_one_line(error)})") from error
+            raise ValueError(f"{path} cannot be read ({_line(error)})") from error
         if (metadata.get("format"), metadata.get("version"), metadata.get("name")) != (FORMAT, VERSION, path.stem):
             raise ValueError(f"{path} is not the recording that its name promises")
         if metadata.get("digest") != _digest(tokens, features):
@@ -356,7 +310,7 @@ class RecordingStore:
             save_file(tensors, partial, metadata)
             partial.replace(path)
         except SafetensorError as error:
-            raise OSError(f"{path} cannot be written ({_one_line(error)})") from error
+            raise OSError(f"{path} cannot be written ({_line(error)})") from error
         finally:
             partial.unlink(missing_ok=True)
 
@@ -376,17 +330,3 @@ def _digest(token_ids: Tensor, features: Tensor) -> str:
         digest.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _weights_sample(model: Any) -> str:
-    """A hash of a few elements of each weight: tells apart models that share a name, such as a folder's older state."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, weight in model.named_parameters():
-        flat = weight.detach().flatten()
-        digest.update(f"{name}{list(weight.shape)}".encode())
-        digest.update(flat[:: max(1, len(flat) // 16)][:32].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _one_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

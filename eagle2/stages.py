@@ -26,7 +26,7 @@ from .corpus import (
     target_identity,
     write_file,
 )
-from .engine import Engine, Settings
+from .engine import Engine
 from .evaluate import evaluate_sets, read_question_sets
 from .head import EagleHead
 from .models import load_model, model_files
@@ -81,9 +81,9 @@ def _run(recipe: Recipe, stage: str, out: Path, accelerator: Accelerator) -> dic
             plan.run()
             accelerator.wait_for_everyone()
     data = CorpusData(*_folders(recipe), target=target)
-    stats = corpus_stats(data, tokenizer, recipe.train.heldout) if accelerator.is_main_process else {}
     if stage == "generate":
-        return stats or None
+        accelerator.end_training()  # a process that ends with its group open may be aborted
+        return corpus_stats(data, tokenizer, recipe.train.heldout) if accelerator.is_main_process else None
     trainer = make_trainer(model, data, recipe.train, precision=recipe.mixed_precision, accelerator=accelerator)
     del model  # the trainer keeps the two matrices that it needs
     if stage == "evaluate":
@@ -112,7 +112,7 @@ def _run(recipe: Recipe, stage: str, out: Path, accelerator: Accelerator) -> dic
         if device.startswith("cuda")
         else f"CPU, {torch.get_num_threads()} threads",
         "processes": accelerator.num_processes,
-        "corpus": stats,
+        "corpus": corpus_stats(data, tokenizer, recipe.train.heldout),
         "heldout": figures,
         "curve": curve,
     }
@@ -165,12 +165,8 @@ def _tau(recipe: Recipe, out: Path, device: str) -> dict[str, Any]:
         known = read_settings(path)
         if known.get("of") == of:
             return dict(known["result"])
-    settings = Settings(
-        max_new_tokens=config.max_new_tokens, temperature=config.temperature, depth=config.depth, top_k=config.top_k,
-        total_tokens=config.total_tokens,
-    )  # fmt: skip
     load = functools.partial(Engine.load, recipe.target, str(out / "head"), device=device)
-    result = evaluate_sets(load, sets, settings)
+    result = evaluate_sets(load, sets, config.settings)
     write_file(path, lambda p: p.write_text(json.dumps({"of": of, "result": result}, indent=1) + "\n"))
     return result
 

@@ -38,14 +38,14 @@ class TargetOutput:
     hidden: Tensor
 
 
-class _TreeLayer(CacheLayerMixin):
-    """KV of one layer, ``[1, kv_heads, capacity, head_dim]``: a committed prefix, then the rows of the last pass."""
+class PrefixLayer(CacheLayerMixin):
+    """KV of one layer, ``[B, kv_heads, capacity, head_dim]``: a committed prefix, then the rows of the last pass."""
 
     is_sliding = False
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int = 0) -> None:
         super().__init__()
-        self.capacity = 0
+        self.capacity = capacity
         self.length = 0  # committed rows
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -96,7 +96,7 @@ class Target:
         self.hidden_size = int(self.lm_head.weight.shape[1])
         self.vocab_size = int(self.lm_head.weight.shape[0])
         self.max_length = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 20)
-        self._layers = [_TreeLayer() for _ in range(self.config.num_hidden_layers)]
+        self._layers = [PrefixLayer() for _ in range(self.config.num_hidden_layers)]
         self._cache = Cache(layers=list(self._layers))
         self._pass_rows = 0  # rows of the last pass that are not committed
 
@@ -114,6 +114,15 @@ class Target:
         result: Tensor = self.model.get_input_embeddings()(token_ids)
         return result
 
+    def check_prompt(self, token_ids: Sequence[int]) -> None:
+        """Raise ValueError for an empty prompt, `ContextLengthError` for one that leaves no room in the context."""
+        if not token_ids:
+            raise ValueError("the prompt is empty")
+        if len(token_ids) >= self.max_length:
+            raise ContextLengthError(
+                f"the prompt has {len(token_ids)} tokens, the model's context {self.max_length}; shorten the prompt"
+            )
+
     def reset(self, capacity: int = 0) -> None:
         """Forget the sequence; make room for ``capacity`` rows (prefix and tree) where there is less."""
         self._pass_rows = 0
@@ -129,12 +138,7 @@ class Target:
 
         Returns the last token's ``logits [1, V]`` and all tokens' ``hidden [S, H]``.
         """
-        if not token_ids:
-            raise ValueError("the prompt is empty")
-        if len(token_ids) >= self.max_length:
-            raise ContextLengthError(
-                f"the prompt has {len(token_ids)} tokens, the model's context {self.max_length}; shorten the prompt"
-            )
+        self.check_prompt(token_ids)
         self.reset(max(capacity, len(token_ids)))
         ids = torch.tensor(token_ids, device=self.device)
         hidden = []
@@ -221,4 +225,4 @@ def _check_supported(model: Any) -> None:
         )
 
 
-__all__ = ["ContextLengthError", "Target", "TargetOutput", "UnsupportedModelError"]
+__all__ = ["ContextLengthError", "PrefixLayer", "Target", "TargetOutput", "UnsupportedModelError"]

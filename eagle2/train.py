@@ -480,15 +480,13 @@ class Trainer:
             )
         per_epoch = sum(1 for _ in batches(self.data, train, config.batch_tokens, 0))
         total = max(1, round(per_epoch * config.epochs))
-        optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(
-                self.head.parameters(),
-                lr=config.learning_rate,
-                betas=(0.9, 0.95),
-                weight_decay=config.weight_decay,
-                fused=True,
-            )
-        ]
+        optimizer = torch.optim.AdamW(
+            self.head.parameters(),
+            lr=config.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
         scaler = self.accelerator.scaler  # of fp16, else None
         averaged = copy.deepcopy(self.head)
         step = tokens = 0  # tokens: answer positions trained on
@@ -503,8 +501,7 @@ class Trainer:
             state = _load_checkpoint(checkpoint, run, self.device)
             self.head.load_state_dict(state["head"])
             averaged.load_state_dict(state["averaged"])
-            for optimizer, saved_state in zip(optimizers, state["optimizers"]):
-                optimizer.load_state_dict(saved_state)
+            optimizer.load_state_dict(state["optimizer"])
             if scaler is not None:
                 scaler.load_state_dict(state["scaler"])
             step, tokens, spent, figures = state["step"], state["tokens"], state["seconds"], state["figures"]
@@ -516,27 +513,28 @@ class Trainer:
             _signals() as asked,
             tqdm(total=total, initial=step, unit="step", desc="training", smoothing=0.05, disable=not main) as bar,
         ):
-            while step < total:
+            done = step >= total
+            while not done:
                 epoch, skip = divmod(step, per_epoch)
                 groups = list(batches(self.data, train, config.batch_tokens, config.seed * 1000 + epoch))
                 # Each order packs into a few batches more or less: all epochs have `per_epoch` steps.
                 for group in (groups * 2)[skip:per_epoch]:
                     rate = self._rate(step, total)
-                    for optimizer in optimizers:
-                        for parameters in optimizer.param_groups:
-                            parameters["lr"] = rate
+                    for parameters in optimizer.param_groups:
+                        parameters["lr"] = rate
                     loss, parts = self._gradients(group, step)
                     if not math.isfinite(loss):
                         raise FloatingPointError(
                             f"the loss is not finite at step {step}; lower the learning rate or try another precision"
                         )
-                    for optimizer in optimizers if scaler else ():
+                    if scaler:
                         scaler.unscale_(optimizer)
                     torch.nn.utils.clip_grad_norm_(self.head.parameters(), config.clip)
-                    for optimizer in optimizers:
-                        scaler.step(optimizer) if scaler else optimizer.step()
                     if scaler:
+                        scaler.step(optimizer)
                         scaler.update()
+                    else:
+                        optimizer.step()
                     step += 1
                     tokens += self._positions(group)
                     keep = min(config.ema, step / (step + 10))
@@ -563,16 +561,14 @@ class Trainer:
                         _save_checkpoint(checkpoint, run | {
                             "step": step, "tokens": tokens, "seconds": spent + time.monotonic() - begun,
                             "figures": figures, "head": self.head.state_dict(), "averaged": averaged.state_dict(),
-                            "optimizers": [optimizer.state_dict() for optimizer in optimizers], "scaler": scaler.state_dict() if scaler else {},
+                            "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict() if scaler else {},
                         })  # fmt: skip
                         save_head(averaged, out)
                         saved = time.monotonic()
                     if interrupted:
                         raise KeyboardInterrupt
-                    if done or step % per_epoch == 0:
+                    if done:
                         break
-                if step < total and late:
-                    break
         return figures or self.evaluate(averaged, held)
 
     def _positions(self, rows: list[int]) -> int:

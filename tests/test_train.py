@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import itertools
@@ -103,11 +104,8 @@ def test_long_prompts_are_prefilled_as_if_decoded(target: tuple[Any, Any]) -> No
     config = dataclasses.replace(CONFIG, max_prompt=150, long_share=1.0, invented_share=0.0, sampled_answer_share=0.0)
     generator = CorpusGenerator(model, tokenizer, config)
     generator.passages.extend(f"Word {number} is here." for number in range(20))
-    before = model.config._attn_implementation
-    try:
-        made = list(itertools.islice(generator.run(), 12))
-    finally:
-        model.set_attn_implementation(before)
+    with contextlib.closing(generator.run()) as conversations:
+        made = list(itertools.islice(conversations, 12))
     assert {item.kind for item in made} <= {"article", "completion", "problem"}
     prefilled = [item for item in made if item.answer_start - len(generator.prefix) > PREFILL_TOKENS]
     assert len(prefilled) >= 4
@@ -459,9 +457,10 @@ trainer = make_trainer(model, CorpusData(corpus), DISTRIBUTED, precision="no", a
 assert accelerator.num_processes == int(sys.argv[3])
 loss, _ = trainer._gradients(GROUP, 0)
 if accelerator.is_main_process:
-    out.mkdir()
+    out.mkdir(exist_ok=True)  # the other process may have come to `fit` already
     torch.save({"loss": loss, "grads": [p.grad for p in trainer.head.parameters()]}, out / "gradients.pt")
 trainer.fit(out, evaluate_every=2)
+accelerator.end_training()
 """
 # Noise is drawn for each process's share, so it is off where one process is compared with two.
 DISTRIBUTED = dataclasses.replace(SMALL, noise=0.0, epochs=1)
