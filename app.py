@@ -5,33 +5,29 @@ from __future__ import annotations
 import argparse
 import atexit
 import logging
+import re
 import shutil
 import sys
 import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gradio as gr
 
-from eagle2.trace import Trace
-from visual import player
+from eagle2.gallery import FOLDER, GalleryError, Recording, read_gallery
+from eagle2.trace import Trace, TraceError
+from visual import compare, gallery, player
+from visual.tree import PHASES
 
 log = logging.getLogger("eagle2.app")
 
 MAX_PROMPT = 2000
-EXAMPLES = (
-    "Write a short story about a lighthouse keeper.",
-    "10+2=",
-    "Write a Python function that reverses a string.",
-    "Explain in three sentences why the sky is blue.",
-    "List ten animals that live in the sea, one per line.",
-)
 # name: what a person calls it, lowest, highest, whole numbers only
 LIMITS = {
     "max_new_tokens": ("max new tokens", 1, 512, True),
@@ -42,14 +38,22 @@ LIMITS = {
     "top_k": ("top_k", 1, 16, True),
     "total_tokens": ("total_tokens", 1, 128, True),
 }
+YOUR_RUN, YOUR_FILE = "your-run", "your-file"
+RACING = "-"  # what is on screen while a race goes on; no run has this id
+LOAD_AFTER_SECONDS = 15.0  # the model's loading waits for the first page view, but not for ever
+LINK = ("run", "step", "phase")  # what an address may name
+COMPARED = 64  # tokens of each run where both trees run on a visitor's prompt
 STOPPED = "Stopped. What was made so far stays on screen."
 STOP_SECONDS = 10.0  # a step takes less
 MAX_STOPPED = 16  # stopped runs kept for sessions that have gone without fetching theirs
 # Errors whose message is meant for a person: bad settings, models that cannot be had, logits that are not numbers.
 USER_ERRORS = (ValueError, RuntimeError, ArithmeticError)
 PAYLOADS_PER_SECOND = 8
+MAX_UPLOAD = gallery.MAX_UNPACKED  # a trace that is not packed; the rest is checked where it is opened
 KEEP_FILES_SECONDS = 3600
 STATUS_TEMPLATE = '<p class="e2 status" role="status" data-testid="model-status"></p>'
+COMPARE_STATUS_TEMPLATE = STATUS_TEMPLATE.replace("model-status", "compare-status")
+COMPARE_STOPPED = '{"state": "", "text": "Stopped."}'
 STATUS_JS = """
 const line = element.querySelector(".status");
 const show = () => {
@@ -60,22 +64,42 @@ const show = () => {
 watch("value", show);
 show();
 """
+# The page comes with the first run in it, so that it plays without another request; a link's run is fetched instead.
+THEATRE_JS = (
+    "if (/[?&](run|step|phase)=/.test(location.search) && !window.eagle2Opened) props.value = '';\n"
+    "window.eagle2Opened = true;\n" + player.JS_ON_LOAD
+)
 # Gradio has no way to give an element a data-testid, and builds elements late.
 TEST_IDS = {
     "prompt": "#prompt textarea",
     "run": "button#run",
     "stop": "button#stop",
     "download": "#download",
+    "upload-button": "button#upload",
+    "upload": "#upload-column input[type=file]",
     "tree-kind": "#tree-kind",
+    "compare-run": "button#compare-run",
+    "compare-stop": "button#compare-stop",
     **{name.replace("_", "-"): f"#{name.replace('_', '-')} input[type=number]" for name in LIMITS},
 }
 PAGE = """
 <style>
 .gradio-container { max-width: 1400px !important; margin: 0 auto !important; }
-#theatre .html-container, #status .html-container { padding: 0; }
-#theatre, #status { overflow: visible !important; }
+#about .html-container, #theatre .html-container, #status .html-container, #gallery .html-container { padding: 0; }
+#theatre, #status, #gallery { overflow: visible !important; }
+/* What people came for lies below all this: it takes as little room as it can. */
+.gradio-container .main { padding-top: 10px !important; } .gradio-container .main > .wrap > .column, .gradio-container .column { gap: 10px; }
+@media (min-width: 900px) { #top .e2.status { text-align: right; padding-top: 10px; } }
+#about h1 { margin: 0 0 2px; font-size: 24px; font-weight: 600; } #about p { margin: 0; }
+#settings > button { padding: 6px 10px; } #settings { padding: 0 2px; }
+#views .tab-container { height: 34px; } #views .tabitem { padding: 8px 0 0; }
+footer, footer a, footer button { color: var(--body-text-color-subdued) !important; }
+#views button.selected { color: var(--e2-accepted, #0072b2); }
+.dark #views button.selected { color: #56b4e9; }
+#prompt { padding: 6px 10px 8px; } #prompt label > span { margin-bottom: 2px; }
 @media (max-width: 600px) { .gradio-container .main { padding: 12px !important; } }
-#download { width: auto; align-self: flex-start; }
+#compare-row { flex-grow: 0; } #compare-row button { flex-grow: 0; width: auto; }
+.e2.status:empty { display: none; }
 .e2.status { margin: 0; font-size: 13px; color: var(--e2-dim); }
 .status::before { content: "○ "; } .status[data-state="ready"]::before { content: "● "; color: var(--e2-accepted); }
 .status[data-state="failed"]::before { content: "✕ "; color: var(--e2-own-ink); }
@@ -114,7 +138,7 @@ class EngineHost:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self.engine: Any = None
-        self.status = Status("waiting", "The model is not loaded yet.")
+        self.status = Status("waiting", "The model is not loaded yet; the recorded runs need none.")
 
     def start(self) -> None:
         """Begin to load unless that is under way or done."""
@@ -196,31 +220,181 @@ def save_trace(folder: Path, trace: Trace) -> str:
     return str(path)
 
 
-class Actions:
-    """What the widgets do, on one engine host.  Nothing of a run is kept here: visitors share only the engine."""
+def kept_file(path: str | Path) -> gr.DownloadButton:
+    return gr.DownloadButton(value=str(path), visible=True)
 
-    def __init__(self, host: EngineHost, settings: Callable[..., Any] = make_settings) -> None:
+
+def load_kept(own: Own) -> Trace:
+    try:
+        return Trace.load(own.path)
+    except TraceError as error:
+        raise TraceError("this run is no longer kept here; run it or open it again") from error
+
+
+def refused(error: TraceError) -> list[Any]:
+    """Outputs that leave all as it is but for a sentence."""
+    note = gallery.cut(sentence(error), 240).rstrip(".") + "."  # it may quote the file
+    told = player.to_json(player.message(note, level="error"))
+    return [told, *[gr.skip()] * (3 + 1 + len(FORM))]
+
+
+class Own(NamedTuple):
+    """A visitor's own run or file: where its trace is kept, and its card."""
+
+    path: str
+    card: gallery.Card
+
+
+class Link(NamedTuple):
+    """What a page's address asks for: a run, the step (from 0) and phase at which to open it, and what was wrong."""
+
+    recording: Recording
+    at: tuple[int, str]
+    note: str
+
+
+def linked(query: Mapping[str, str], recordings: Mapping[str, Recording]) -> Link:
+    """Read ``run``, ``step`` (from 1) and ``phase``; what does not exist is replaced and told in one sentence."""
+    recording = next(iter(recordings.values()))
+    if query.get("run", recording.entry.id) not in recordings:
+        return Link(recording, (0, ""), "The link names a run that is not here; this is the first one.")
+    recording = recordings[query.get("run", recording.entry.id)]
+    steps, asked, phase, note = len(recording.trace.steps), query.get("step", "1"), query.get("phase", ""), ""
+    number = int(asked) if re.fullmatch(r"[0-9]{1,9}", asked) else 0
+    step = min(max(number, 1), max(steps, 1))
+    if phase and phase not in PHASES:
+        phase, note = "", "The link names a phase that does not exist; this is its step."
+    if step != number:
+        note = f"The link names a step that this run of {steps} does not have; this is step {step}."
+    return Link(recording, (step - 1, phase), note)
+
+
+def form_values(trace: Trace) -> dict[str, Any]:
+    """The prompt and settings that run a trace again; empty where the form cannot say them."""
+    meta = trace.metadata
+    try:
+        sampling, tree = meta["sampling"], meta["tree"]
+        values = {"max_new_tokens": meta["max_new_tokens"], "seed": meta["seed"], "tree": tree["kind"]}
+        values |= {name: sampling[name] for name in ("temperature", "top_p")}
+        values |= {name: tree[name] for name in ("depth", "top_k", "total_tokens")}
+        good = checked(trace.prompt_text, values)
+    except (KeyError, TypeError, ValueError):  # a file may hold anything there
+        return {}
+    return {} if sampling.get("top_k") else {"prompt": trace.prompt_text} | good
+
+
+def filled(trace: Trace) -> list[Any]:
+    """`form_values` for the form's widgets, which stay as they are where there are none."""
+    values = form_values(trace)
+    return [values.get(name, gr.skip()) for name in ("prompt", *FORM)]
+
+
+class Actions:
+    """What the widgets do, on one engine host.  Nothing of a run is kept here: visitors share only the engine.
+
+    A visitor's own run and file stay in files of their session, whose paths the page's state holds.
+    """
+
+    def __init__(
+        self, host: EngineHost, settings: Callable[..., Any] = make_settings, recordings: Sequence[Recording] = ()
+    ) -> None:
         self.host, self.settings = host, settings
+        self.recordings = {recording.entry.id: recording for recording in recordings}
+        self.cards = tuple(
+            gallery.card(made.entry.id, made.entry.title, made.trace, made.entry.look)
+            for made in recordings
+            if not made.entry.against
+        )
+        self.answered = threading.Event()  # a page has been given what it opens with
         self.files = Path(tempfile.mkdtemp(prefix="eagle2-traces-"))
         atexit.register(shutil.rmtree, self.files, ignore_errors=True)
         self._running: set[str | None] = set()  # sessions whose run is under way
         self._stopped: OrderedDict[str | None, Trace] = OrderedDict()  # a stopped run, until its own session fetches it
 
-    def run(self, request: gr.Request, prompt: str, *form: Any) -> Iterator[Sequence[Any]]:
+    def row(self, current: str, *own: Own | None, busy: bool = False) -> str:
+        """The gallery's state for one visitor."""
+        cards = (*self.cards, *(item.card for item in own if item is not None))
+        return player.to_json(gallery.message(cards, current, busy=busy))
+
+    def shown(self, recording: Recording, note: str = "", at: tuple[int, str] | None = None) -> str:
+        """A run of the gallery for the player."""
+        run_id = recording.entry.id
+        return player.to_json(player.payload(recording.trace, note, run_id=run_id, at=at, play=at is None))
+
+    def open(self, request: gr.Request) -> Sequence[Any]:
+        """What a page shows first: a run that needs no model, the one that its address names."""
+        query = request.query_params
+        if not self.recordings or not set(LINK) & set(query):  # the page came with the first run
+            self.answered.set()
+            return [gr.skip()] * (4 + 1 + len(FORM))
+        link = linked(query, self.recordings)
+        first = link.recording is next(iter(self.recordings.values()))
+        # The widgets begin with the first run's prompt and settings: what is typed at once is not overwritten.
+        form = [gr.skip()] * (1 + len(FORM)) if first else filled(link.recording.trace)
+        told = self.shown(link.recording, link.note, link.at)
+        self.answered.set()
+        run_id = link.recording.entry.id
+        return told, kept_file(link.recording.path), self.row(run_id), run_id, *form
+
+    def choose(self, event: gr.EventData, own_run: Own | None, own_file: Own | None) -> Sequence[Any]:
+        """A card was clicked."""
+        run_id = event._data.get("run") if isinstance(event._data, dict) else None
+        run_id = run_id if isinstance(run_id, str) else ""  # anybody can send anything
+        own = {YOUR_RUN: own_run, YOUR_FILE: own_file}.get(run_id)
+        try:
+            if own is not None:
+                trace, path = load_kept(own), Path(own.path)
+                told = player.to_json(player.payload(trace, play=True))
+            elif run_id in self.recordings:
+                recording = self.recordings[run_id]
+                trace, path, told = recording.trace, recording.path, self.shown(recording)
+            else:
+                raise TraceError("there is no such run here")
+        except TraceError as error:
+            return refused(error)
+        return told, kept_file(path), self.row(run_id, own_run, own_file), run_id, *filled(trace)
+
+    def upload(self, path: str | None, own_run: Own | None) -> Sequence[Any]:
+        """Show a file that the visitor brought; whatever is wrong with it is told, and the run on screen stays."""
+        try:
+            if path is None:
+                raise TraceError("no file arrived here; try again")
+            trace = gallery.open_file(path)
+            try:
+                told = player.to_json(player.payload(trace, play=True))
+                # Written anew: of the visitor's bytes and file name nothing is kept.
+                own = Own(save_trace(self.files, trace), gallery.card(YOUR_FILE, "Your file", trace))
+            except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, LookupError) as error:
+                log.warning("an uploaded trace cannot be shown: %r", error)
+                raise TraceError("the trace is damaged: it cannot be shown") from error
+        except TraceError as error:
+            return *refused(error), gr.skip()
+        return told, kept_file(own.path), self.row(YOUR_FILE, own_run, own), YOUR_FILE, *filled(trace), own
+
+    def run(
+        self, request: gr.Request, own_run: Own | None, own_file: Own | None, prompt: str, *form: Any
+    ) -> Iterator[Sequence[Any]]:
         """Race, and say at every step so: only at a yield does Gradio learn that the tab was closed or Stop pressed."""
         session = request.session_hash
         update = None
-        busy = (gr.Button(interactive=False), gr.Button(interactive=True), gr.DownloadButton(visible=False))
-        idle = (gr.Button(interactive=True), gr.Button(interactive=False))
         nothing = gr.skip()
+        rest = [nothing] * 7
+        idle = (gr.Button(interactive=True), gr.Button(interactive=False))
+        racing = False
         self._running.add(session)
         try:
             values = checked(prompt, dict(zip(FORM, form)))
             chosen = self.settings(**values)
-            yield player.to_json(player.message("Starting …", kind="clear")), *busy
-            for status in ready_engine(self.host):
+            busy = (gr.Button(interactive=False), gr.Button(interactive=True))
+            yield player.to_json(player.message("Starting …")), *busy, *[nothing] * 5
+            for status in ready_engine(self.host):  # the run on screen stays, and others can be looked at
                 note = f"{status.text.rstrip(' .…')}; your run starts as soon as it is ready."
-                yield player.to_json(player.message(note)), nothing, nothing, nothing
+                yield player.to_json(player.message(note)), *rest
+            racing = True
+            row = self.row(RACING, own_run, own_file, busy=True)
+            clear = player.to_json(player.message("Starting …", kind="clear"))
+            hidden = gr.DownloadButton(visible=False)
+            yield clear, nothing, nothing, hidden, row, gr.UploadButton(interactive=False), nothing, RACING
             steps, shown, pause, trace = 0, 0.0, 0.0, None
             with closing(self.host.engine.race(prompt, chosen)) as updates:
                 for update in updates:
@@ -228,17 +402,16 @@ class Actions:
                     trace = update.trace
                     began = time.monotonic()
                     if began - shown < pause:
-                        yield nothing, nothing, nothing, nothing
+                        yield nothing, *rest
                         continue
                     text = player.to_json(player.live(update, max(steps - 1, 0)))
                     shown = time.monotonic()
                     # Making the picture's data may cost an eighth of the time at most.
                     pause = max(1 / PAYLOADS_PER_SECOND, 7 * (shown - began))
-                    yield text, nothing, nothing, nothing
+                    yield text, *rest
             if trace is None:
                 raise RuntimeError("The run ended without a result.")
-            file = gr.DownloadButton(value=save_trace(self.files, trace), visible=True)
-            yield player.to_json(player.payload(trace)), *idle, file
+            yield player.to_json(player.payload(trace)), *idle, *self.kept(trace, nothing)
         except GeneratorExit:
             if update is not None:  # what was made is not lost: `stopped` fetches it
                 self._stopped[session] = update.snapshot()
@@ -247,15 +420,30 @@ class Actions:
             raise
         except USER_ERRORS as error:
             log.warning("run refused: %s", error)
-            yield player.to_json(player.message(sentence(error), level="error")), *idle, nothing
+            yield player.to_json(player.message(sentence(error), level="error")), *idle, *self.failed(racing)
         except Exception:
             log.exception("run failed")
             note = "Something went wrong in this run; the log has the details."
-            yield player.to_json(player.message(note, level="error")), *idle, nothing
+            yield player.to_json(player.message(note, level="error")), *idle, *self.failed(racing)
         finally:
             self._running.discard(session)
 
-    def stopped(self, request: gr.Request) -> Sequence[Any]:
+    def kept(self, trace: Trace, row: Any) -> Sequence[Any]:
+        """Outputs for a run that has ended: its file, the gallery, the upload button, its card, what is on screen."""
+        own = Own(save_trace(self.files, trace), gallery.card(YOUR_RUN, "Your run", trace))
+        return kept_file(own.path), row, gr.UploadButton(interactive=True), own, YOUR_RUN
+
+    def failed(self, racing: bool) -> Sequence[Any]:
+        """The same outputs where there is no run to keep; with a race begun the player is empty."""
+        return gr.skip(), gr.skip(), gr.UploadButton(interactive=True), gr.skip(), "" if racing else gr.skip()
+
+    def ended(self, own_run: Own | None, own_file: Own | None, current: str) -> Any:
+        """The gallery after a run that ended by itself: with the cards as they are now, not as they were at its start."""
+        if current == RACING:  # it was stopped: `stopped` is about to answer, and knows more
+            return gr.skip()
+        return self.row(current, own_run, own_file)
+
+    def stopped(self, request: gr.Request, own_run: Own | None, own_file: Own | None, current: str) -> Sequence[Any]:
         """After Stop: the visitor's own run as far as it got, once its current step is over."""
         idle = (gr.Button(interactive=True), gr.Button(interactive=False))
         deadline = time.monotonic() + STOP_SECONDS
@@ -263,9 +451,13 @@ class Actions:
             time.sleep(0.05)
         trace = self._stopped.pop(request.session_hash, None)
         if trace is None:  # it was still waiting, or had just ended
-            return player.to_json(player.message(STOPPED, kind="stopped")), *idle, gr.skip()
-        file = gr.DownloadButton(value=save_trace(self.files, trace), visible=True)
-        return player.to_json(player.payload(trace, STOPPED)), *idle, file
+            told = player.to_json(player.message("Stopped.", kind="stopped"))
+            current = "" if current == RACING else current
+            row = self.row(current, own_run, own_file)
+            return told, *idle, gr.skip(), row, gr.UploadButton(interactive=True), gr.skip(), current
+        file, _, upload, own, current = self.kept(trace, None)
+        row = self.row(current, own, own_file)
+        return player.to_json(player.payload(trace, STOPPED)), *idle, file, row, upload, own, current
 
     def race(
         self,
@@ -295,8 +487,52 @@ class Actions:
             raise gr.Error("The run ended without a result.")
         return trace.summary()
 
+    def pairs(self) -> list[compare.Pair]:
+        """The recorded pairs of a dynamic and a static tree's run."""
+        return [
+            compare.Pair(dynamic.entry.title, dynamic.trace, made.trace, made.entry.look)
+            for made in self.recordings.values()
+            if (dynamic := self.recordings.get(made.entry.against)) is not None
+        ]
+
+    def compared(self, opened: bool) -> tuple[Any, bool]:
+        """The view of both trees with what was recorded, once: a pair of the visitor's own stays."""
+        return gr.skip() if opened else player.to_json(compare.message(self.pairs(), player.payload)), True
+
+    def compare(self, prompt: str, *form: Any) -> Iterator[Sequence[Any]]:
+        """Run a static and a dynamic tree on the visitor's prompt, without the plain lane."""
+
+        def told(text: str, state: str = "loading") -> str:
+            return player.to_json({"state": state, "text": text})
+
+        nothing, idle = gr.skip(), (gr.Button(interactive=True), gr.Button(interactive=False))
+        try:
+            values = checked(prompt, dict(zip(FORM, form)))
+            values["max_new_tokens"] = min(values["max_new_tokens"], COMPARED)
+            yield nothing, told("Starting …"), gr.Button(interactive=False), gr.Button(interactive=True)
+            for status in ready_engine(self.host):
+                yield nothing, told(status.text), nothing, nothing
+            runs: dict[str, Trace] = {}
+            for kind in ("static", "dynamic"):
+                with closing(self.host.engine.follow(prompt, self.settings(**values | {"tree": kind}))) as steps:
+                    for number, made in enumerate(steps):
+                        yield nothing, told(f"The {kind} tree runs: step {number} …"), nothing, nothing
+                        if made is not None:
+                            runs[kind] = made
+            pair = compare.Pair("Your prompt", runs["dynamic"], runs["static"])
+            pairs = [*self.pairs(), pair]
+            shown = player.to_json(compare.message(pairs, player.payload, opened=len(pairs) - 1))
+            yield shown, told(f"Both trees on your prompt, up to {values['max_new_tokens']} tokens.", "ready"), *idle
+        except USER_ERRORS as error:
+            log.warning("comparison refused: %s", error)
+            yield nothing, told(sentence(error), "failed"), *idle
+        except Exception:
+            log.exception("comparison failed")
+            yield nothing, told("Something went wrong in this run; the log has the details.", "failed"), *idle
+
     def tick(self) -> Sequence[Any]:
-        self.host.start()
+        if self.answered.is_set():  # loading takes processor time from serving the first page
+            self.host.start()
         status = self.host.status
         over = status.state in ("ready", "failed")
         return player.to_json({"state": status.state, "text": status.text}), gr.Timer(active=not over)
@@ -304,72 +540,136 @@ class Actions:
 
 def build(actions: Actions) -> gr.Blocks:
     """The interface."""
+    first = next(iter(actions.recordings.values()), None)
+    begin = form_values(first.trace) if first else {}
     with gr.Blocks(title="EAGLE-2 theatre", analytics_enabled=False, delete_cache=(600, KEEP_FILES_SECONDS)) as demo:
-        gr.Markdown(
-            "# EAGLE-2 theatre\n"
-            "A draft head grows a tree of guesses; the model checks the whole tree in one pass and keeps the longest"
-            " path it agrees with. Watch it race the same model without drafts, then look at every step."
-        )
-        status = gr.HTML(
-            value=player.to_json({"state": "waiting", "text": "Looking for the model …"}),
-            html_template=STATUS_TEMPLATE, js_on_load=STATUS_JS, apply_default_css=False,
-            elem_id="status",
+        with gr.Row(equal_height=False, elem_id="top"):
+            with gr.Column(scale=5, min_width=300):
+                gr.HTML(  # not Markdown, whose code would be one more thing to wait for
+                    "<h1>EAGLE-2 theatre</h1><p>A draft head grows a tree of guesses, and the model checks the whole tree in"
+                    " one pass: watch it race the same model without drafts, then look at every step.</p>",
+                    elem_id="about",
+                )
+            with gr.Column(scale=2, min_width=240):
+                status = gr.HTML(
+                    value=player.to_json({"state": "waiting", "text": actions.host.status.text}),
+                    html_template=STATUS_TEMPLATE, js_on_load=STATUS_JS, apply_default_css=False,
+                    elem_id="status",
+                )  # fmt: skip
+        row = gr.HTML(
+            value=actions.row(first.entry.id if first else ""), html_template=gallery.HTML_TEMPLATE,
+            js_on_load=gallery.JS_ON_LOAD, apply_default_css=False, elem_id="gallery",
         )  # fmt: skip
         with gr.Row(equal_height=False):
             prompt = gr.Textbox(
-                label="Prompt",
-                lines=2,
-                max_lines=8,
-                max_length=MAX_PROMPT,
-                value=EXAMPLES[0],
-                elem_id="prompt",
-                scale=6,
-                min_width=300,
-            )
-            with gr.Column(scale=1, min_width=150):
-                run_button = gr.Button("Run", variant="primary", elem_id="run")
-                stop_button = gr.Button("Stop", elem_id="stop", interactive=False)
-        examples = gr.Dataset(components=[prompt], samples=[[example] for example in EXAMPLES], label="Examples")
+                label="Prompt", lines=1, max_lines=8, max_length=MAX_PROMPT, value=begin.get("prompt", ""),
+                elem_id="prompt", scale=6, min_width=300,
+            )  # fmt: skip
+            with gr.Column(scale=1, min_width=170, elem_id="go"), gr.Row():
+                run_button = gr.Button("Run", variant="primary", elem_id="run", min_width=70)
+                stop_button = gr.Button("Stop", elem_id="stop", interactive=False, min_width=70)
         with gr.Accordion("Settings", open=False, elem_id="settings"):
             with gr.Row():
-                max_new_tokens = gr.Slider(1, 512, 96, step=1, label="Max new tokens", elem_id="max-new-tokens")
-                temperature = gr.Slider(
-                    0, 2, 0, step=0.05, label="Temperature", info="0: greedy", elem_id="temperature"
+                max_new_tokens = gr.Slider(
+                    1, 512, begin.get("max_new_tokens", 96), step=1, label="Max new tokens", elem_id="max-new-tokens"
                 )
-                top_p = gr.Slider(0.01, 1, 1, step=0.01, label="Top-p", elem_id="top-p")
-                seed = gr.Number(0, label="Seed", precision=0, minimum=0, elem_id="seed")
+                temperature = gr.Slider(
+                    0, 2, begin.get("temperature", 0), step=0.05, label="Temperature", info="0: greedy",
+                    elem_id="temperature",
+                )  # fmt: skip
+                top_p = gr.Slider(0.01, 1, begin.get("top_p", 1), step=0.01, label="Top-p", elem_id="top-p")
+                seed = gr.Number(begin.get("seed", 0), label="Seed", precision=0, minimum=0, elem_id="seed")
             with gr.Row():
                 tree = gr.Radio(
-                    [("dynamic (EAGLE-2)", "dynamic"), ("static (EAGLE-1)", "static")], value="dynamic",
-                    label="Draft tree", elem_id="tree-kind",
+                    [("dynamic (EAGLE-2)", "dynamic"), ("static (EAGLE-1)", "static")],
+                    value=begin.get("tree", "dynamic"), label="Draft tree", elem_id="tree-kind",
                 )  # fmt: skip
-                depth = gr.Slider(1, 8, 3, step=1, label="Depth", info="layers of drafted tokens", elem_id="depth")
-                top_k = gr.Slider(1, 16, 4, step=1, label="top_k", info="children per node", elem_id="top-k")
-                total_tokens = gr.Slider(
-                    1, 128, 5, step=1, label="total_tokens", info="nodes kept for the target", elem_id="total-tokens"
+                depth = gr.Slider(
+                    1, 8, begin.get("depth", 3), step=1, label="Depth", info="layers of drafted tokens",
+                    elem_id="depth",
+                )  # fmt: skip
+                top_k = gr.Slider(
+                    1, 16, begin.get("top_k", 4), step=1, label="top_k", info="children per node", elem_id="top-k"
                 )
-        theatre = gr.HTML(
-            html_template=player.HTML_TEMPLATE, js_on_load=player.JS_ON_LOAD, apply_default_css=False, elem_id="theatre"
-        )
-        download = gr.DownloadButton("Download the trace (.json.gz)", visible=False, size="sm", elem_id="download")
+                total_tokens = gr.Slider(
+                    1, 128, begin.get("total_tokens", 5), step=1, label="total_tokens",
+                    info="nodes kept for the target", elem_id="total-tokens",
+                )  # fmt: skip
+        with gr.Tabs(elem_id="views"):
+            with gr.Tab("Step by step"):
+                theatre = gr.HTML(
+                    value=actions.shown(first) if first else None,
+                    html_template=player.HTML_TEMPLATE,
+                    js_on_load=THEATRE_JS,
+                    apply_default_css=False,
+                    elem_id="theatre",
+                )
+                with gr.Row(elem_id="files"):
+                    download = gr.DownloadButton(
+                        "Download the trace (.json.gz)",
+                        value=str(first.path) if first else None,
+                        visible=first is not None,
+                        size="sm",
+                        elem_id="download",
+                    )
+                    with gr.Column(elem_id="upload-column", min_width=160):
+                        upload = gr.UploadButton(
+                            "Open a trace (.json, .json.gz)", file_types=[".json", ".gz"], size="sm", elem_id="upload"
+                        )
+            with gr.Tab("Static against dynamic") as second:
+                with gr.Row(elem_id="compare-row"):
+                    compare_button = gr.Button(
+                        "Run both trees on my prompt", size="sm", elem_id="compare-run", min_width=220
+                    )
+                    compare_stop = gr.Button("Stop", size="sm", elem_id="compare-stop", interactive=False, min_width=70)
+                compare_status = gr.HTML(
+                    value=player.to_json({"state": "", "text": ""}), html_template=COMPARE_STATUS_TEMPLATE,
+                    js_on_load=STATUS_JS, apply_default_css=False, elem_id="compare-status",
+                )  # fmt: skip
+                both = gr.HTML(
+                    html_template=compare.HTML_TEMPLATE, js_on_load=compare.JS_ON_LOAD, apply_default_css=False,
+                    elem_id="both",
+                )  # fmt: skip
+        own_run, own_file, current = gr.State(), gr.State(), gr.State(first.entry.id if first else "")
 
-        outputs = [theatre, run_button, stop_button, download]
         form = [prompt, max_new_tokens, temperature, top_p, seed, tree, depth, top_k, total_tokens]
+        opening = [theatre, download, row, current, *form]
+        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+        demo.load(actions.open, None, opening, queue=False, **quiet)
+        row.click(actions.choose, [own_run, own_file], opening, queue=False, **quiet)
+        # One after the other: opening a file that is as large as it may be takes memory.
+        upload.upload(
+            actions.upload,
+            [upload, own_run],
+            [*opening, own_file],
+            concurrency_limit=1,
+            concurrency_id="files",
+            **quiet,
+        )
+
+        outputs = [theatre, run_button, stop_button, download, row, upload, own_run, current]
         running = gr.on(
-            [run_button.click, prompt.submit], actions.run, form, outputs, concurrency_limit=1, concurrency_id="device",
-            trigger_mode="once", show_progress="minimal", show_progress_on=status, api_visibility="private",
+            [run_button.click, prompt.submit], actions.run, [own_run, own_file, *form], outputs, concurrency_limit=1,
+            concurrency_id="device", trigger_mode="once", show_progress="minimal", show_progress_on=status,
+            api_visibility="private",
         )  # fmt: skip
+        running.then(actions.ended, [own_run, own_file, current], row, queue=False, **quiet)
         # One after the other: the page would send the cancellation only once a first handler had answered.
         cancelled = stop_button.click(None, cancels=[running], queue=False, api_visibility="private")
-        cancelled.then(
-            actions.stopped, None, outputs, queue=False, show_progress="hidden", api_visibility="private",
+        cancelled.then(actions.stopped, [own_run, own_file, current], outputs, queue=False, **quiet)
+        opened = gr.State(False)
+        second.select(actions.compared, opened, [both, opened], queue=False, **quiet)
+        comparing = compare_button.click(
+            actions.compare, form, [both, compare_status, compare_button, compare_stop], concurrency_limit=1,
+            concurrency_id="device", trigger_mode="once", **quiet,
         )  # fmt: skip
-        examples.click(
-            lambda sample: sample[0], examples, prompt, queue=False, show_progress="hidden", api_visibility="private"
-        )
+        compare_stop.click(None, cancels=[comparing], queue=False, api_visibility="private").then(
+            lambda: (COMPARE_STOPPED, gr.Button(interactive=True), gr.Button(interactive=False)),
+            None, [compare_status, compare_button, compare_stop], queue=False, **quiet,
+        )  # fmt: skip
         timer = gr.Timer(1.0)
         for event in (timer.tick, demo.load):
-            event(actions.tick, None, [status, timer], queue=False, show_progress="hidden", api_visibility="private")
+            event(actions.tick, None, [status, timer], queue=False, **quiet)
         gr.api(actions.race, api_name="race", concurrency_limit=1, concurrency_id="device")
     demo.queue(max_size=20)
     return demo
@@ -381,14 +681,27 @@ FORM = ("max_new_tokens", "temperature", "top_p", "seed", "tree", "depth", "top_
 def launch_options() -> dict[str, Any]:
     """What `gr.Blocks.launch` needs for the look and the player."""
     plotly = player.plotly_js()
-    gr.set_static_paths([plotly])
+    page = Path(tempfile.mkdtemp(prefix="eagle2-page-")) / "page.html"
+    atexit.register(shutil.rmtree, page.parent, ignore_errors=True)
+    page.write_text(player.page(), encoding="utf-8")
+    gr.set_static_paths([plotly, page, FOLDER])
     system = ["system-ui", "-apple-system", "Segoe UI", "DejaVu Sans", "sans-serif"]
     mono = ["ui-monospace", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
+    head = player.head(f"gradio_api/file={plotly}", page_url=f"gradio_api/file={page}")
     return {
         # Fonts by name only: a theme's default fonts are fetched from elsewhere.
-        "theme": gr.themes.Default(primary_hue="blue", neutral_hue="slate", font=system, font_mono=mono),
-        "head": player.head(f"gradio_api/file={plotly}") + PAGE % player.to_json(TEST_IDS),
+        "theme": gr.themes.Default(primary_hue="blue", neutral_hue="slate", font=system, font_mono=mono).set(
+            # The theme's own are under 4.5:1.
+            button_primary_background_fill="*primary_700",
+            button_primary_background_fill_hover="*primary_800",
+            button_primary_background_fill_dark="*primary_700",
+            button_primary_background_fill_hover_dark="*primary_800",
+            body_text_color_subdued="*neutral_600",
+            body_text_color_subdued_dark="*neutral_400",
+        ),
+        "head": head + gallery.head() + PAGE % player.to_json(TEST_IDS),
         "footer_links": ["api", "gradio", "settings"],
+        "max_file_size": MAX_UPLOAD,
     }
 
 
@@ -419,14 +732,25 @@ def load_engine(progress: Callable[[str, int, int], None]) -> Any:
     )  # fmt: skip
 
 
+def recorded() -> tuple[Recording, ...]:
+    """The committed runs; without them the app still runs prompts."""
+    try:
+        return read_gallery()
+    except GalleryError as error:
+        log.error("the gallery is empty: %s", error)
+        return ()
+
+
 host = EngineHost(load_engine)
-demo = build(Actions(host))
+demo = build(Actions(host, recordings=recorded()))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser().parse_args(arguments, namespace=OPTIONS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    host.start()
+    later = threading.Timer(LOAD_AFTER_SECONDS, host.start)
+    later.daemon = True
+    later.start()
     demo.launch(
         server_name=OPTIONS.host, server_port=OPTIONS.port, share=OPTIONS.share, show_error=True, **launch_options()
     )

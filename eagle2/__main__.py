@@ -1,14 +1,15 @@
-"""Command line: ``python -m eagle2 generate|race|trace|eval|train|export``."""
+"""Command line: ``python -m eagle2 generate|race|trace|gallery|eval|train|export``."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ examples:
   python -m eagle2 race "10+2=" --max-new-tokens 64
   python -m eagle2 race "Tell me a story." --depth 6 --top-k 10 --total-tokens 59    (the paper's tree)
   python -m eagle2 trace "10+2=" -o run.json.gz
+  python -m eagle2 gallery --only lighthouse
   python -m eagle2 eval --questions questions.jsonl --limit 20 --json
   python -m eagle2 train --out my-head --answer-tokens 200000
   python -m eagle2 export --head my-head/head --to vllm --out my-head-vllm
@@ -113,6 +115,11 @@ def _parser() -> argparse.ArgumentParser:
         "trace", "Record a race step by step into a file that the viewer opens.", prompt, models, runs, output
     )
     sub.add_argument("-o", "--output", required=True, metavar="FILE", help="run.json or run.json.gz")
+    sub = command("gallery", "Record the app's runs again, as assets/traces/index.toml describes them.", models, output)
+    sub.add_argument(
+        "--only", action="append", default=[], metavar="ID", help="this run; may be repeated (default: all)"
+    )
+    sub.add_argument("--folder", metavar="FOLDER", help="with an index.toml of your own (default: assets/traces)")
     sub = command("eval", "tau, acceptance by depth and calibration over question files.", models, runs, output)
     sub.add_argument("--questions", required=True, nargs="+", metavar="FILE",
                      help="FastChat JSONL, first turns are used; a folder: all its .jsonl files")  # fmt: skip
@@ -144,12 +151,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _engine(args: argparse.Namespace) -> Engine:
+def _loader(args: argparse.Namespace) -> Callable[[], Engine]:
+    """Loads the engine; a worker process can do so too, since nothing of it is defined in this ``__main__``."""
     from .engine import Engine
 
-    return Engine.load(
-        args.model, args.head, dtype=args.dtype, device=args.device, full_vocabulary=args.full_vocabulary
+    return functools.partial(
+        Engine.load, args.model, args.head, dtype=args.dtype, device=args.device, full_vocabulary=args.full_vocabulary
     )
+
+
+def _engine(args: argparse.Namespace) -> Engine:
+    return _loader(args)()
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -273,8 +285,34 @@ def _trace(args: argparse.Namespace) -> None:
     _race(args)
 
 
+def _gallery(args: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    from . import gallery
+
+    folder = Path(args.folder) if args.folder else gallery.FOLDER
+    entries = gallery.chosen(gallery.read_index(folder / gallery.INDEX), args.only)
+    for entry in entries:  # before minutes of work, not after
+        entry.settings()
+    engine = _engine(args)
+    # The first passes after loading are slow; the run that happens to be recorded first would show that.
+    for _ in engine.race(entries[0].prompt, dataclasses.replace(entries[0], max_new_tokens=8).settings()):
+        pass
+    rows = []
+    for number, entry in enumerate(entries, start=1):
+        with tqdm(total=2 * entry.max_new_tokens, unit="tok", leave=False, desc=entry.id, disable=None) as bar:
+            recording = gallery.record(engine, entry, folder, bar.update)
+        rows.append(gallery.row(recording))
+        print(f"{number}/{len(entries)} {recording.path}", file=sys.stderr)
+    if args.json:
+        _print_json({"runs": rows, "settings": engine.metadata(entries[0].settings())})
+        return
+    print(gallery.table(rows))
+    meta = recording.trace.metadata
+    print(f"{meta['target']}, head {meta['head']}, {meta['dtype']} on {meta['device']}, {meta['threads']} threads")
+
+
 def _eval(args: argparse.Namespace) -> None:
-    from .engine import Engine
     from .evaluate import evaluate_sets, read_question_sets, table
 
     for option, value in (("--limit", args.limit), ("--workers", args.workers)):
@@ -287,12 +325,8 @@ def _eval(args: argparse.Namespace) -> None:
             cache.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"the cache folder {cache} cannot be made: {error.strerror or error}") from error
-    # Not `_engine`: a worker process cannot import what is defined in a package's __main__.
-    load = functools.partial(
-        Engine.load, args.model, args.head, dtype=args.dtype, device=args.device, full_vocabulary=args.full_vocabulary
-    )
     result = evaluate_sets(
-        load, sets, settings, full_loop=args.full_loop, cache=cache, workers=args.workers,
+        _loader(args), sets, settings, full_loop=args.full_loop, cache=cache, workers=args.workers,
         threads=args.threads or 1,
     )  # fmt: skip
     if args.json:
@@ -364,7 +398,10 @@ def _export(args: argparse.Namespace) -> None:
         print(f"left out, since the loader does not know it: {', '.join(result['left_out'])}")
 
 
-COMMANDS = {"generate": _generate, "race": _race, "trace": _trace, "eval": _eval, "train": _train, "export": _export}
+COMMANDS = {
+    "generate": _generate, "race": _race, "trace": _trace, "gallery": _gallery, "eval": _eval, "train": _train,
+    "export": _export,
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -154,14 +154,21 @@ class Engine:
         recorder = RunRecorder(self.tokenizer, prompt, ids, settings.sampling)
         return race(lanes, recorder, self.metadata(settings))
 
-    def trace(self, prompt: str, settings: Settings) -> Trace:
-        """Record an EAGLE-2 run without the other lane."""
+    def follow(self, prompt: str, settings: Settings) -> Iterator[Trace | None]:
+        """An EAGLE-2 run without the other lane: None after each step, the recording at the end."""
         ids = self.encode(prompt)
         recorder = RunRecorder(self.tokenizer, prompt, ids, settings.sampling)
         with closing(self.run(ids, settings)) as items:  # type: ignore[type-var]
             for item in items:
                 recorder.add("eagle2", item)
-        return recorder.trace(self.metadata(settings))
+                yield None
+        yield recorder.trace(self.metadata(settings))
+
+    def trace(self, prompt: str, settings: Settings) -> Trace:
+        """Record an EAGLE-2 run without the other lane."""
+        *_, made = self.follow(prompt, settings)
+        assert made is not None  # the last one
+        return made
 
     def metadata(self, settings: Settings) -> dict[str, Any]:
         """What a figure must be printed with."""

@@ -368,18 +368,18 @@ class Trace:
         return cls.from_dict(data)
 
     @classmethod
-    def load(cls, path: str | Path) -> Trace:
-        """Read ``.json`` or ``.json.gz`` (told apart by content), refusing more than ``MAX_JSON_BYTES``."""
+    def load(cls, path: str | Path, limit: int = MAX_JSON_BYTES) -> Trace:
+        """Read ``.json`` or ``.json.gz`` (told apart by content), refusing more than ``limit`` bytes of JSON."""
         try:
             with open(path, "rb") as file:
                 zipped = file.read(2) == b"\x1f\x8b"
             with gzip.open(path, "rb") if zipped else open(path, "rb") as file:
-                raw = file.read(MAX_JSON_BYTES + 1)
+                raw = file.read(limit + 1)
         except (OSError, EOFError) as error:
             raise TraceError(f"the trace cannot be read: {error}") from error
         except Exception as error:  # zlib.error, which is neither
             raise TraceError(f"the trace is damaged: {error}") from error
-        _require(len(raw) <= MAX_JSON_BYTES, f"the trace is larger than {MAX_JSON_BYTES >> 20} MB")
+        _require(len(raw) <= limit, f"the trace is larger than {limit >> 20} MB")
         return cls.from_json(raw)
 
 

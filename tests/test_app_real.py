@@ -15,11 +15,13 @@ from urllib.request import urlopen
 
 import pytest
 
+from eagle2.gallery import read_gallery
 from eagle2.trace import Trace
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 ROOT = Path(__file__).parent.parent
 PLAYER = "[data-testid=player]"
+OWN = "[data-testid=gallery] [data-run=your-run][aria-current]"  # the card of what was run here
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +58,15 @@ def test_a_race_of_96_tokens_from_start_to_download(chromium: Any, address: str)
     page.on("console", lambda line: bad.append(line.text) if line.type == "error" else None)
     page.on("pageerror", lambda error: bad.append(str(error)))
     page.goto(address)
+    # A recorded run plays, with no model.
+    page.wait_for_selector(".e2[data-kind=run] [data-node]")
+    first = read_gallery()[0]
+    assert page.text_content("[data-testid=tau]") == f"{first.trace.tau:.2f}"
+    assert page.get_attribute(f"[data-testid=gallery] [data-run={first.entry.id}]", "aria-current") == "true"
     page.fill("[data-testid=prompt]", "Write a short story about a lighthouse keeper.")
     page.click("[data-testid=run]")
     page.wait_for_selector(".e2[data-kind=live] [data-node]")
-    page.wait_for_selector(".e2[data-kind=run]")
+    page.wait_for_selector(OWN)
     assert page.text_content("[data-testid=same-tokens]") == "yes, all 96"
     assert float(page.text_content("[data-testid=tau]")) > 1.2
     assert re.fullmatch(r"\d+\.\d\d×", page.text_content("[data-testid=speedup]"))
@@ -85,6 +92,7 @@ def test_a_race_of_96_tokens_from_start_to_download(chromium: Any, address: str)
     page.click("[data-testid=run]")
     page.wait_for_selector(".e2[data-kind=live] [data-node]")
     page.click("[data-testid=stop]")
+    page.wait_for_selector(OWN)
     page.wait_for_selector(".e2[data-kind=run]")
     assert page.text_content("[data-testid=note]").startswith("Stopped.")
     assert 0 < page.locator("[data-testid=lane-eagle2] .e2-token").count() < 96

@@ -27,16 +27,17 @@ ALLOWED: dict[str, set[str]] = {
     "record": {"generate", "trace", "verify"},
     "race": {"generate", "record", "text", "trace", "verify"},
     "engine": {"draft", "eagle", "generate", "head", "models", "race", "target", "trace", "verify"},
+    "gallery": {"engine", "race", "trace"},
     "corpus": {"models", "prompts"},
     "train": {"corpus", "head", "models"},
-    "recipe": {"corpus", "models", "train"},
+    "recipe": {"corpus", "engine", "models", "train"},
     "stats": {"train"},
     "stages": {"corpus", "engine", "evaluate", "head", "models", "recipe", "stats", "train"},
-    "replay": {"corpus", "target", "tree", "verify"},
+    "replay": {"corpus", "models", "target", "tree", "verify"},
     "evaluate": {"corpus", "engine", "generate", "models", "replay"},
     "export": {"head", "models"},
     "__init__": set(),
-    "__main__": {"corpus", "engine", "evaluate", "export", "models", "race", "recipe", "stages", "trace"},
+    "__main__": {"corpus", "engine", "evaluate", "export", "gallery", "models", "race", "recipe", "stages", "trace"},
 }
 
 
@@ -70,7 +71,7 @@ def test_visual_knows_only_traces_and_the_engine_knows_no_visual() -> None:
         assert not imports(path, "visual"), path.name
 
 
-@pytest.mark.parametrize("module", ["eagle2.trace", "visual"])
+@pytest.mark.parametrize("module", ["eagle2.trace", "eagle2.gallery", "visual"])
 def test_opens_where_torch_cannot_be_imported(module: str) -> None:
     code = (
         "import sys\n"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from visual_helpers import GOLDEN, synthetic
 
 from eagle2.trace import Trace
 from visual import theme, tree
-from visual.player import export_html
+from visual.player import export_html, facts, payload
 
 pytestmark = pytest.mark.browser
 PLAYER = "[data-testid=player]"
@@ -139,7 +143,7 @@ def test_hostile_tokens_are_text(chromium: Any, runs: Any) -> None:
             assert text in shown
         assert page.locator("img").count() == 0
         assert page.text_content("h1") == "A <b>hostile</b> prompt: ${1+1}"
-        page.click("summary")
+        page.click(".e2-player .e2-details summary")
         # The table is filled when the browser tells of its opening, which is after the click has returned.
         page.wait_for_selector("[data-testid=node-table] tbody tr:nth-child(6)")
         cells = page.locator("[data-testid=node-table] tbody tr").all_inner_texts()
@@ -152,11 +156,11 @@ def test_keyboard_alone_is_enough(chromium: Any, runs: Any) -> None:
     with opened(chromium, path) as page:
         page.keyboard.press("Home")
         seen = []
-        for _ in range(12):
+        for _ in range(14):
             now = state(page)
             seen.append((now["step"], now["phase"]))
             page.keyboard.press("ArrowRight")
-        phases = ["draft", "draft", "draft", "rerank", "verify", "accept"]
+        phases = ["draft", "draft", "draft", *tree.PHASES[1:]]
         assert seen == [("0", phase) for phase in phases] + [("1", phase) for phase in phases]
         page.keyboard.press("ArrowLeft")
         assert (state(page)["step"], state(page)["phase"]) == ("1", "accept")
@@ -259,3 +263,161 @@ def test_the_page_follows_gradios_dark_class(chromium: Any, runs: Any) -> None:
         assert page.evaluate("document.querySelector('.e2-plot').data.find(t => t.name === 'accepted').line.color") == (
             theme.DARK.accepted
         )
+
+
+def test_a_token_its_node_and_its_step_belong_together(chromium: Any, runs: Any) -> None:
+    trace, path = runs["default"]
+    number, step = next((i, step) for i, step in enumerate(trace.steps) if step.accepted)
+    start = 1 + sum(step.emitted for step in trace.steps[:number])
+    with opened(chromium, path) as page:
+        page.click(f"[data-testid=text-eagle2] [data-i='{start}']")  # its first token was drafted
+        settled(page)
+        linked = "[...document.querySelectorAll('.e2-plot .e2-linked')].map(p => +p.dataset.node)"
+        assert state(page)["step"] == str(number)
+        assert page.evaluate(linked) == [step.accepted[0]]
+        # The target's own token; Plotly's layer for the pointer lies over all nodes.
+        page.hover(f".e2-plot .point[data-node='{len(step.token_ids)}']", force=True)
+        own = start + len(step.accepted)
+        page.wait_for_function(f"document.querySelector('[data-i=\"{own}\"]').classList.contains('e2-linked')")
+        assert page.evaluate(linked) == [len(step.token_ids)]
+        assert page.locator(".e2-token.e2-linked").count() == 1
+        page.hover("[data-testid=clock]")
+        page.wait_for_function(f"document.querySelector('[data-i=\"{start}\"]').classList.contains('e2-linked')")
+        page.focus(PLAYER)
+        page.keyboard.press("PageDown")  # another step: nothing is pointed at any more
+        settled(page)
+        assert page.evaluate(linked) == []
+
+
+def test_zoom_is_kept_between_steps(chromium: Any, runs: Any) -> None:
+    _, path = runs["paper"]
+    with opened(chromium, path) as page:
+        size = "document.querySelector('.e2-plot .js-plotly-plot, .e2-plot').layout.height"
+        page.keyboard.press("Home")
+        page.keyboard.press("End")
+        settled(page)
+        before = page.evaluate(size)
+        page.keyboard.press("+")
+        page.click("[data-testid=zoom-in]")
+        settled(page)
+        assert page.text_content("[data-testid=zoom-reset]") == "150 %"
+        assert page.evaluate(size) == pytest.approx(1.5 * before)
+        page.focus(PLAYER)
+        page.keyboard.press("PageUp")
+        settled(page)
+        assert page.text_content("[data-testid=zoom-reset]") == "150 %"
+        assert page.evaluate(size) == pytest.approx(1.5 * before)
+        labels = "document.querySelector('.e2-plot').data.find(t => t.name === 'labels').textfont.size"
+        assert max(page.evaluate(labels)) == 1.5 * theme.SIZES.label_font
+        for _ in range(5):
+            page.keyboard.press("+")
+        assert page.is_disabled("[data-testid=zoom-in]")
+        page.keyboard.press("0")
+        settled(page)
+        assert page.evaluate(size) == pytest.approx(before)
+
+
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_the_tree_is_saved_as_a_picture(chromium: Any, runs: Any, kind: str) -> None:
+    trace, path = runs["golden"]
+    with opened(chromium, path) as page:
+        page.keyboard.press("End")
+        page.click("[data-testid=save]")
+        with page.expect_download() as download:
+            page.click(f"[data-testid=save-tree-{kind}]")
+        assert download.value.suggested_filename == f"eagle2-step-{len(trace.steps)}-accept-tree.{kind}"
+        saved = Path(download.value.path()).read_bytes()
+        if kind == "png":
+            assert saved[:8] == b"\x89PNG\r\n\x1a\n"
+            return
+        root = ElementTree.fromstring(saved)
+        shown = " ".join("".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text"))
+        for text in (
+            "<b>bold</b>",
+            "${1+1}",
+            "⟨202E⟩drow",
+            "Tree, step 2 of 2, accept",
+            "A <b>hostile</b> prompt",
+            "hand-made",
+        ):
+            assert text in shown
+        assert not list(root.iter("{http://www.w3.org/2000/svg}image"))
+
+
+def test_another_run_opens_where_it_says(chromium: Any, runs: Any) -> None:
+    _, path = runs["default"]
+    other = runs["golden"][0]
+    with opened(chromium, path) as page:
+        page.evaluate("run => window.eagle2.show(run)", payload(other, at=(1, "flatten")))
+        settled(page)
+        assert (state(page)["step"], state(page)["phase"], state(page)["playing"]) == ("1", "flatten", "false")
+        assert page.is_hidden("[data-testid=copy-link]")  # a page of its own has no link
+        marks = page.evaluate("document.querySelector('.e2-plot').data.find(t => t.name === 'marks').text")
+        assert sorted(marks, key=int) == [str(row) for row in range(len(other.steps[1].kept) + 1)]
+        page.evaluate("run => window.eagle2.show(run)", payload(other, at=(99, "nonsense")))
+        assert (state(page)["step"], state(page)["phase"]) == ("1", "accept")
+        # Reduced motion: it opens at the start, and waits.
+        page.evaluate("run => window.eagle2.show(run)", payload(other, play=True))
+        assert (state(page)["step"], state(page)["phase"], state(page)["playing"]) == ("0", "draft", "false")
+    with opened(chromium, path, reduced_motion="no-preference") as page:
+        page.evaluate("run => window.eagle2.show(run)", payload(other, play=True))
+        assert (state(page)["step"], state(page)["phase"], state(page)["playing"]) == ("0", "draft", "true")
+        page.wait_for_function("document.querySelector('[data-testid=player]').dataset.phase === 'rerank'")
+
+
+def test_how_a_run_was_made_is_told(chromium: Any, runs: Any) -> None:
+    trace, path = runs["golden"]
+    with opened(chromium, path, 390) as page:
+        page.click("[data-testid=run-about] summary")
+        told = page.locator("[data-testid=run-facts] dd").all_text_contents()
+        assert told == [value for _, value in facts(trace)]
+        assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
+
+
+def test_ten_numbers_at_random_equal_the_traces(chromium: Any, runs: Any) -> None:
+    """Read from the page's own text elements: on edges, beside tokens, in the table and in the line of times."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")  # shown where the test fails
+    rng = random.Random(seed)
+    trace, path = runs["paper"]
+    drawn = """layer => {
+      const div = document.querySelector('.e2-plot'), trace = div.data.find(t => t.name === layer);
+      return [...div.querySelectorAll('.tracee2' + layer + ' text')].map(text =>
+        [trace.ids[text.__data__.i], text.querySelector('tspan:last-child')?.textContent ?? text.textContent]);
+    }"""
+
+    def shown(value: float) -> set[str]:
+        """A message carries six digits: a value between two short forms may be written as either."""
+        return {theme.short(value * (1 + off)) for off in (-2e-5, 0, 2e-5)}
+
+    with opened(chromium, path) as page:
+        page.evaluate("document.querySelector('.e2-player .e2-details').open = true")
+        for _ in range(10):
+            number, kind = (
+                rng.randrange(len(trace.steps)),
+                rng.choice(["confidence", "value", "target", "table", "times"]),
+            )
+            step = trace.steps[number]
+            page.fill("[data-testid=step-slider]", str(number + 1))
+            page.click(f"[data-testid=phase-{'verify' if kind in ('target', 'table') else 'rerank'}]")
+            settled(page)
+            if kind == "times":
+                told = page.text_content("[data-testid=clock]")
+                draft, verify, commit = re.findall(r"([0-9.]+) ms", told)
+                seconds = (step.draft_seconds, step.verify_seconds, step.commit_seconds)
+                assert (draft, verify, commit) == tuple(f"{1000 * part:.1f}" for part in seconds)
+                continue
+            row = rng.randrange(len(step.kept))
+            node = step.kept[row]
+            if kind == "table":
+                cells = page.locator(f"[data-testid=node-table] tr[data-node='{node}'] td").all_text_contents()
+                assert cells[3] == theme.probability(step.confidence[node])
+                assert cells[5:7] == [theme.probability(step.target_probs[row]), str(step.target_ranks[row] + 1)]
+                continue
+            texts = dict(page.evaluate(drawn, "confidences" if kind == "confidence" else "labels"))
+            wanted = {
+                "confidence": step.confidence[node],
+                "value": math.exp(step.log_value[node]),
+                "target": step.target_probs[row],
+            }[kind]
+            assert texts[f"s{number}n{node}"].strip() in shown(wanted), (number, node, kind)

@@ -17,6 +17,7 @@ from visual_helpers import GOLDEN, synthetic
 from eagle2.race import LaneProgress, RaceUpdate
 from eagle2.trace import StepTrace, Trace
 from visual import player, race, theme, tree
+from visual.__main__ import main as visual_command
 
 ROOT = Path(__file__).parents[1]
 HOSTILE = [
@@ -84,6 +85,8 @@ def test_sentences(golden: Trace) -> None:
         "draft 2": "Draft, pass 2 of 2: the head reads the 2 nodes of highest value and proposes 4 tokens.",
         "rerank": "Rerank: the 4 nodes of highest value are kept, 2 are cut."
         " The lowest kept value is .15, the highest cut value .060.",
+        "flatten": "Flatten: the root and 4 nodes become 5 rows of one pass, parents first. Each row sees the text so far,"
+        " its ancestors and itself, nothing else. Position ids run from 3 to 5, one for each depth.",
         "verify": "Verify: one pass of the target over the root and 4 nodes."
         " A ring marks the target's first choice: 2 of 4 drafted tokens.",
         "accept": "Accept: 2 drafted tokens, then the target's own token ␣stood, a bonus after a whole path."
@@ -109,7 +112,8 @@ def test_a_step_without_drafts_is_drawn_too() -> None:
     )  # fmt: skip
     info = tree.step_info(step, {1: "a"})
     assert info.next.token == "⟨2⟩"
-    assert list(tree.sentences(info)) == ["draft 1", "rerank", "verify", "accept"]
+    assert list(tree.sentences(info)) == ["draft 1", "rerank", "flatten", "verify", "accept"]
+    assert tree.sentences(info)["flatten"] == "Flatten: the root alone becomes the one row of the target's pass."
     tree.figure(info).to_json()
 
 
@@ -215,7 +219,7 @@ def test_payload_is_safe_inside_a_script_and_small(paper: Trace) -> None:
     assert "<img src=x onerror=alert(1)>" in json.loads(hostile)["lanes"]["eagle2"]["pieces"] + HOSTILE
     long = synthetic(64)
     text = player.to_json(player.payload(long)).encode()
-    assert len(text) < 1_200_000
+    assert len(text) < 1_000_000
     assert len(gzip.compress(text)) < 400_000
 
 
@@ -223,13 +227,38 @@ def test_payload_holds_the_traces_numbers(golden: Trace) -> None:
     data = player.payload(golden)
     step, raw = golden.steps[0], data["steps"][0]
     assert [data["tokens"][i] for i in raw["t"]] == ["The", "␣light", "␣old", "house", "er", "␣man", "␣lamp"]
-    assert (raw["p"], raw["k"], raw["a"], raw["j"]) == (list(step.parents), [1, 2, 3, 5], [1, 3], [2])
+    assert list(itertools.accumulate(raw["p"])) == list(step.parents)
+    assert tuple(itertools.accumulate(raw["o"])) == tree.drawing_order(step)
+    assert (raw["k"], raw["a"], raw["j"]) == ([1, 2, 3, 5], [1, 3], [2])
     assert (raw["c"], raw["q"], raw["r"]) == (list(step.confidence), list(step.target_probs), list(step.target_ranks))
     assert raw["v"] == pytest.approx(step.log_value, rel=1e-5)
     assert (raw["b"], raw["e"], data["tokens"][raw["n"]]) == ("bonus", 3, "␣stood")
     assert data["lanes"]["eagle2"]["origins"] == "fddbdc"
     assert data["speedup"] == golden.speedup
-    assert len(raw["say"]) == len(raw["s"]) + 3
+    assert len(raw["say"]) == len(raw["s"]) + len(tree.PHASES) - 1
+    assert data["first_position"] == len(golden.prompt_ids) == tree.info(golden, 0).root_position
+    assert (data["id"], data["at"], data["play"]) == ("", None, False)
+    opened = player.payload(golden, run_id="story", at=(1, "verify"), play=True)
+    assert (opened["id"], opened["at"], opened["play"]) == ("story", {"step": 1, "phase": "verify"}, True)
+
+
+def test_facts_say_how_a_run_was_made(golden: Trace) -> None:
+    assert player.facts(golden) == (
+        ("model", "hand-made"), ("draft head", "hand-made"), ("device", "cpu, 2 threads"), ("dtype", "float32"),
+        ("tree", "dynamic, depth 2, top_k 2, total_tokens 4"), ("decoding", "greedy"), ("clock", "measured"),
+        ("recorded", "2026-11-29T12:00:00Z"),
+    )  # fmt: skip
+    sampled = {"sampling": {"temperature": 0.7, "top_p": 0.9}, "versions": {"torch": "2.13.0"}}
+    told = dict(player.facts(dataclasses.replace(golden, metadata={**golden.metadata, **sampled})))
+    assert (told["decoding"], told["versions"]) == ("temperature 0.7, top-p 0.9, seed 0", "torch 2.13.0")
+    odd = dataclasses.replace(golden, metadata={**golden.metadata, "tree": "?", "sampling": 3, "versions": None})
+    assert dict(player.facts(odd))["tree"] == "?, depth ?, top_k ?, total_tokens ?"
+
+
+def test_positions_follow_the_tokens(golden: Trace) -> None:
+    first = len(golden.prompt_ids)
+    assert tree.root_positions(golden) == (first, first + golden.steps[0].emitted)
+    assert tree.info(golden, 0).rows == (0, *golden.steps[0].kept)
 
 
 def test_live_message(golden: Trace) -> None:
@@ -250,8 +279,14 @@ def test_messages_survive_lone_surrogates() -> None:
 def test_export_is_one_page_without_links(golden: Trace) -> None:
     page = player.export_html(golden)
     ours = page.replace(player.plotly_js().read_text(encoding="utf-8").replace("</script", "<\\/script"), "")
-    assert "http" not in ours.replace("http://www.w3.org/2000/svg", "")
-    assert '<h1 class="e2-title" dir="auto">A &lt;b>hostile' in page
+    for named in ("http://www.w3.org/2000/svg", "https://arxiv.org/abs/"):  # a name, and links to follow
+        ours = ours.replace(named, "")
+    assert "http" not in ours
+    assert "<b>hostile" not in page
+    inside = re.search('<script type="application/json" id="run">(.*?)</script>', page)
+    assert inside is not None
+    assert json.loads(inside[1]) == player.payload(golden)
+    assert player.page().count(player.RUN_MARK) == 1
     assert page.count("<script") == 4 + player.plotly_js().read_text(encoding="utf-8").count("<script")
     assert 4_000_000 < len(page) < 6_000_000
 
@@ -349,3 +384,13 @@ def test_visual_works_where_torch_cannot_be_imported() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 4_000_000
+
+
+def test_command_makes_the_page(tmp_path: Path, golden: Trace, capsys: pytest.CaptureFixture[str]) -> None:
+    golden.save(tmp_path / "run.json.gz")
+    assert visual_command([str(tmp_path / "run.json.gz")]) == 0
+    assert (tmp_path / "run.html").read_text(encoding="utf-8") == player.export_html(golden)
+    (tmp_path / "bad.json").write_text("{}")
+    assert visual_command([str(tmp_path / "bad.json"), "-o", str(tmp_path / "no.html")]) == 1
+    assert capsys.readouterr().err == "error: this file is not an EAGLE-2 trace\n"
+    assert not (tmp_path / "no.html").exists()

@@ -208,6 +208,21 @@ class FakeEngine:
             self.running -= 1
             self.closed.set()
 
+    def follow(self, prompt: str, settings: Any) -> Iterator[Trace | None]:
+        if prompt == "fail":
+            raise ValueError("The prompt is too long for this model.")
+        self.prompts.append((prompt, settings))
+        self.running += 1
+        try:
+            for _ in self.trace.steps:
+                time.sleep(self.delay)
+                yield None
+            tree = {**self.trace.metadata["tree"], "kind": settings.tree}
+            yield replace(self.trace, metadata={**self.trace.metadata, "tree": tree}, autoregressive=None)
+        finally:
+            self.running -= 1
+            self.closed.set()
+
     def _so_far(self, fast: LaneProgress, slow: LaneProgress) -> Trace:
         whole, other = self.trace, self.trace.autoregressive
         assert other is not None

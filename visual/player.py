@@ -1,10 +1,10 @@
 """The player's data and parts: a run or a live state as compact JSON, and the page that plays it.
 
-Columns of a step are single letters, since a run has up to 64 steps of 510 nodes:
-``t`` token (index into ``tokens``), ``p`` parent, ``c`` confidence, ``v`` log value, ``o`` drawing order, ``s`` nodes fed
-pass by pass, ``k`` kept, ``q`` target probability, ``r`` target rank, ``h`` and ``w`` the target's choice after each row
-and its probability, ``a`` accepted, ``j`` rejected, ``d`` draws, ``n`` the target's own token, ``b`` its kind, ``e`` tokens
-emitted, ``ms`` seconds of drafting, verifying, committing, ``say`` one sentence per phase.
+Columns of a step are single letters, since a run has up to 64 steps of 510 nodes and is to stay under 1 MB:
+``t`` token (index into ``tokens``), ``p`` parent (differences), ``c`` confidence, ``v`` log value, ``o`` drawing order
+(differences), ``s`` nodes fed pass by pass, ``k`` kept, ``q`` target probability, ``r`` target rank, ``h`` and ``w`` the
+target's choice after each row and its probability, ``a`` accepted, ``j`` rejected, ``d`` draws, ``n`` the target's own
+token, ``b`` its kind, ``e`` tokens emitted, ``ms`` seconds of drafting, verifying, committing, ``say`` one sentence per phase.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from eagle2.trace import StepTrace, Trace
-from visual import race, tree
+from visual import compare, lessons, race, tree, views
 from visual.theme import PALETTES, SIZES, css_variables, glyphs, label, plain
 
 HERE = Path(__file__).parent
+SCRIPTS = ("player.js", "views.js", "race.js", "lessons.js", "compare.js")  # in loading order
+STYLES = ("player.css", "views.css", "race.css", "lessons.css", "compare.css")
+RUN_MARK = "/*EAGLE2-RUN*/"  # where the run's JSON goes in `page`
 HTML_TEMPLATE = '<div class="e2-host"></div>'  # no data in it: a template is evaluated
 JS_ON_LOAD = """
 const player = window.Eagle2Player.mount(element.querySelector(".e2-host"), window.Eagle2Setup);
@@ -77,25 +80,31 @@ class _Tokens:
         return self.index[token_id]
 
 
-def _round(values: Sequence[float]) -> list[float]:
-    return [float(f"{value:.6g}") for value in values]
+def _round(values: Sequence[float], digits: int = 6) -> list[float]:
+    return [float(f"{value:.{digits}g}") for value in values]
 
 
-def step_columns(step: StepTrace, tokens: _Tokens, number: int) -> dict[str, Any]:
+def _steps(values: Sequence[int]) -> list[int]:
+    """Differences from one to the next: mostly 0 and 1, so half the length of the numbers themselves."""
+    return [value - before for before, value in zip((0, *values), values)]
+
+
+def step_columns(step: StepTrace, tokens: _Tokens, number: int, root_position: int | None = None) -> dict[str, Any]:
     """One step for the player."""
-    said = tree.sentences(tree.step_info(step, tokens.vocabulary, number, unfold=False))
+    info = tree.step_info(step, tokens.vocabulary, number, unfold=False, root_position=root_position)
+    said = tree.sentences(info)
     return {
         "t": [tokens(i) for i in step.token_ids],
-        "p": list(step.parents),
-        "c": _round(step.confidence),
-        "v": _round(step.log_value),
-        "o": list(tree.drawing_order(step)),
+        "p": _steps(step.parents),
+        "c": _round(step.confidence, 5),
+        "v": [round(value, 5) for value in step.log_value],
+        "o": _steps(tree.drawing_order(step)),
         "s": [list(nodes) for nodes in tree.passes(step)],
         "k": list(step.kept),
         "q": _round(step.target_probs),
         "r": list(step.target_ranks),
         "h": [tokens(i) for i in step.choice_ids],
-        "w": _round(step.choice_probs),
+        "w": _round(step.choice_probs, 5),
         "a": list(step.accepted),
         "j": [node for node, verdict in enumerate(tree.verdicts(step)) if verdict == "rejected"],
         "d": [[decision.node, round(decision.draw, 4)] for decision in step.decisions if decision.draw is not None],
@@ -107,8 +116,14 @@ def step_columns(step: StepTrace, tokens: _Tokens, number: int) -> dict[str, Any
     }
 
 
-def payload(trace: Trace, note: str = "") -> dict[str, Any]:
-    """A whole run for the player."""
+def payload(
+    trace: Trace, note: str = "", *, run_id: str = "", at: tuple[int, str] | None = None, play: bool = False
+) -> dict[str, Any]:
+    """A whole run for the player.
+
+    ``run_id`` names a run of the gallery, which a link can open; ``at`` = (step from 0, phase or "") where to open it;
+    ``play``: start to play at once, from the first step.
+    """
     tokens, told = _Tokens(trace.vocabulary), race.info(trace)
     lane = trace.autoregressive
     other = None
@@ -119,9 +134,16 @@ def payload(trace: Trace, note: str = "") -> dict[str, Any]:
             "origins": "f" + "p" * (len(lane.pieces) - 1) if lane.pieces else "",
             "times": _round(times),
         }
+    roots = tree.root_positions(trace)
     return {
         "kind": "run",
-        "steps": [step_columns(step, tokens, number) for number, step in enumerate(trace.steps)],
+        "id": run_id,
+        "at": None if at is None else {"step": at[0], "phase": at[1]},
+        "play": play,
+        "prompt": plain(trace.prompt_text),
+        "about": [list(fact) for fact in facts(trace)],
+        "first_position": len(trace.prompt_ids),  # position id of the first step's root
+        "steps": [step_columns(step, tokens, number, roots[number]) for number, step in enumerate(trace.steps)],
         "tokens": tokens.table,
         "lanes": {
             "eagle2": {
@@ -136,6 +158,7 @@ def payload(trace: Trace, note: str = "") -> dict[str, Any]:
         "tau": told.tau if trace.steps else None,
         "equal": told.equal,
         "same": told.same,
+        "race": race.data(trace),
         "note": note,
     }
 
@@ -164,6 +187,37 @@ def live(update: LiveState, number: int, note: str = "") -> dict[str, Any]:
     }
 
 
+def facts(trace: Trace) -> tuple[tuple[str, str], ...]:
+    """What a run's figures must be shown with: name and value, in plain text."""
+    meta = trace.metadata
+    shape, sampling = _mapping(meta["tree"]), _mapping(meta["sampling"])
+    how = "greedy"
+    if sampling.get("temperature"):
+        how = f"temperature {sampling['temperature']}, top-p {sampling.get('top_p', 1)}, seed {meta['seed']}"
+    versions = _mapping(meta["versions"])
+    said = [
+        ("model", meta["target"]),
+        ("draft head", meta["head"]),
+        ("device", f"{meta['device']}, {meta['threads']} thread{'s' * (meta['threads'] != 1)}"),
+        ("dtype", meta["dtype"]),
+        (
+            "tree",
+            f"{shape.get('kind', '?')}, depth {shape.get('depth', '?')}, top_k {shape.get('top_k', '?')},"
+            f" total_tokens {shape.get('total_tokens', '?')}",
+        ),
+        ("decoding", how),
+        ("clock", meta["clock"]),
+        ("recorded", meta["created"]),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+    ]
+    return tuple((name, plain(str(value))) for name, value in said if value not in ("", None))
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    """An uploaded trace may hold anything in its metadata."""
+    return value if isinstance(value, Mapping) else {}
+
+
 def message(note: str, *, kind: str = "note", level: str = "info") -> dict[str, Any]:
     """A sentence for the person; kind ``clear`` also empties the player, ``stopped`` ends a live run."""
     return {"kind": kind, "note": note, "level": level}
@@ -178,16 +232,22 @@ def to_json(data: Mapping[str, Any]) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def setup(*, standalone: bool = False) -> dict[str, Any]:
-    """What the player needs once: colours, sizes and the figure's traces without data."""
+def setup(*, standalone: bool = False, page_url: str = "") -> dict[str, Any]:
+    """What the player needs once: colours, sizes and the figures' traces without data."""
     return {
         "standalone": standalone,
+        "page_url": page_url,
+        "run_mark": "" if standalone else RUN_MARK,
         "palettes": {name: palette._asdict() for name, palette in PALETTES.items()},
         "templates": {name: tree.template(palette) for name, palette in PALETTES.items()},
         "layouts": {name: tree.layout(palette) for name, palette in PALETTES.items()},
         "nodesLayer": tree.LAYERS.index("nodes"),
         "sizes": SIZES._asdict(),
         "empty": EMPTY,
+        "views": views.setup(),
+        "race": race.setup(),
+        "lessons": lessons.setup(),
+        "compare": compare.setup(),
     }
 
 
@@ -200,55 +260,61 @@ def plotly_js() -> Path:
 
 
 def css() -> str:
-    """The player's style sheet with the theme's colours."""
-    return css_variables() + (HERE / "player.css").read_text(encoding="utf-8")
+    """The style sheets of the player and its parts, with the theme's colours."""
+    return css_variables() + "".join((HERE / name).read_text(encoding="utf-8") for name in STYLES)
 
 
-def head(plotly_url: str, *, standalone: bool = False) -> str:
-    """Elements for a page's head, for a page that loads plotly.min.js from a URL."""
+def head(plotly_url: str, *, page_url: str = "") -> str:
+    """Elements for a page's head, for a page that loads plotly.min.js from a URL.
+
+    ``page_url``: where `page` is served, for the player's "Save as a page".
+    """
     return (
         f"<style>{css()}</style>\n"
         f'<script src="{plotly_url}" async></script>\n'
-        f"<script>window.Eagle2Setup={to_json(setup(standalone=standalone))};</script>\n"
+        f"<script>window.Eagle2Setup={to_json(setup(page_url=page_url))};</script>\n"
         f"<script>{_script()}</script>\n"
     )
 
 
-def export_html(trace: Trace) -> str:
-    """One page that plays the run without a server or a network, with plotly.js inside."""
-    title = plain(trace.prompt_text).replace("&", "&amp;").replace("<", "&lt;")
-    facts = ", ".join(f"{key} {_fact(trace.metadata[key])}" for key in ("target", "head", "dtype", "device", "created"))
-    facts = facts.replace("&", "&amp;").replace("<", "&lt;")
+def page() -> str:
+    """A page that plays one run without a server or a network, plotly.js inside; the run's JSON replaces `RUN_MARK`."""
     plotly = plotly_js().read_text(encoding="utf-8").replace("</script", "<\\/script")
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>EAGLE-2: {title[:80]}</title>
+<title>EAGLE-2 theatre</title>
 <style>{css()}</style>
 </head>
 <body class="e2-standalone">
 <main class="e2-page">
-<h1 class="e2-title" dir="auto">{title}</h1>
+<h1 class="e2-title" dir="auto">EAGLE-2 theatre</h1>
 <div id="host"></div>
-<p class="e2-facts">{facts}</p>
 </main>
-<script type="application/json" id="run">{to_json(payload(trace))}</script>
+<script type="application/json" id="run">{RUN_MARK}</script>
 <script>{plotly}</script>
 <script>{_script()}</script>
 <script>
-window.eagle2 = Eagle2Player.mount(document.getElementById("host"), {to_json(setup(standalone=True))});
-window.eagle2.show(JSON.parse(document.getElementById("run").textContent));
+(() => {{
+  const run = JSON.parse(document.getElementById("run").textContent);
+  document.title = "EAGLE-2: " + run.prompt.slice(0, 80);
+  document.querySelector(".e2-title").textContent = run.prompt;
+  window.eagle2 = Eagle2Player.mount(document.getElementById("host"), {to_json(setup(standalone=True))});
+  window.eagle2.show(run);
+}})();
 </script>
 </body>
 </html>
 """
 
 
+def export_html(trace: Trace) -> str:
+    """`page` with a run in it: one file that works from a USB stick."""
+    before, after = page().split(RUN_MARK)
+    return before + to_json(payload(trace)) + after
+
+
 def _script() -> str:
-    return (HERE / "player.js").read_text(encoding="utf-8")
-
-
-def _fact(value: object) -> str:
-    return plain(str(value))
+    return "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)

@@ -172,6 +172,12 @@ def probability(value: float) -> str:
     return f"{value:.4f}" if value >= 0.001 or value == 0 else digits(value)
 
 
+def ink_on(color: str) -> str:
+    """Black or white, whichever reads better on ``#rrggbb``; `player.js` does the same."""
+    red, green, blue = bytes.fromhex(color[1:])
+    return "#0f141b" if 299 * red + 587 * green + 114 * blue > 120_000 else "#ffffff"
+
+
 def css_variables() -> str:
     """The palettes as custom properties: light by default, dark under ``.dark`` or, standalone, as the system asks."""
 

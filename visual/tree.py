@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import plotly.graph_objects as go
@@ -18,6 +19,7 @@ from visual.theme import (
     digits,
     escape,
     glyphs,
+    ink_on,
     isolate,
     label,
     probability,
@@ -25,8 +27,8 @@ from visual.theme import (
 )
 
 Verdict = Literal["root", "accepted", "rejected", "not reached", "cut"]
-Phase = Literal["draft", "rerank", "verify", "accept"]
-PHASES: tuple[Phase, ...] = ("draft", "rerank", "verify", "accept")
+Phase = Literal["draft", "rerank", "flatten", "verify", "accept"]
+PHASES: tuple[Phase, ...] = ("draft", "rerank", "flatten", "verify", "accept")
 LAYERS = (
     "cut-edges", "stub-lines", "edges", "accepted", "own", "rings", "nodes", "labels", "confidences", "marks", "stubs",
 )  # fmt: skip
@@ -87,6 +89,8 @@ class TreeInfo(NamedTuple):
     next: NextInfo
     stubs: tuple[StubInfo, ...]
     passes: tuple[tuple[int, ...], ...]
+    rows: tuple[int, ...]  # nodes in the row order of the target's pass, the root first
+    root_position: int | None  # position id of the root; None where the text before it is not known
     accepted: tuple[int, ...]
     lowest_kept: float | None  # value at the cut
     highest_cut: float | None
@@ -202,12 +206,20 @@ def verdicts(step: StepTrace) -> tuple[Verdict, ...]:
 
 def info(trace: Trace, number: int, *, unfold: bool | Collection[int] | None = None) -> TreeInfo:
     """The tree of one recorded step, laid out; ``unfold`` as in `unfolded_nodes`."""
-    return step_info(trace.steps[number], trace.vocabulary, number, unfold=unfold)
+    position = root_positions(trace)[number]
+    return step_info(trace.steps[number], trace.vocabulary, number, unfold=unfold, root_position=position)
+
+
+def root_positions(trace: Trace) -> tuple[int, ...]:
+    """Position id of each step's root token, ``[len(steps)]``: the number of tokens before it."""
+    ends = accumulate((step.emitted for step in trace.steps), initial=len(trace.prompt_ids))
+    return tuple(ends)[: len(trace.steps)]
 
 
 def step_info(
-    step: StepTrace, vocabulary: Mapping[int, str], number: int = 0, *, unfold: bool | Collection[int] | None = None
-) -> TreeInfo:
+    step: StepTrace, vocabulary: Mapping[int, str], number: int = 0, *, unfold: bool | Collection[int] | None = None,
+    root_position: int | None = None,
+) -> TreeInfo:  # fmt: skip
     """`info` for a step that is not part of a trace yet."""
     n, depths, order = len(step.token_ids), step.depths, drawing_order(step)
     placed = place(step, order, unfolded_nodes(step, unfold))
@@ -270,6 +282,8 @@ def step_info(
             for node, y, hanging in placed.stubs
         ),
         passes=passes(step),
+        rows=(0, *step.kept),
+        root_position=root_position,
         accepted=step.accepted,
         lowest_kept=math.exp(min(step.log_value[i] for i in step.kept)) if step.kept else None,
         highest_cut=math.exp(max(cut)) if cut else None,
@@ -325,6 +339,7 @@ def sentences(tree: TreeInfo) -> dict[str, str]:
         limit = "" if tree.lowest_kept is None else f" The lowest kept value is {short(tree.lowest_kept)}"
         limit += "." if not limit else f", the highest cut value {short(tree.highest_cut)}."
         said["rerank"] = f"Rerank: the {kept} nodes of highest value are kept, {drafted - kept} are cut.{limit}"
+    said["flatten"] = _flatten_sentence(tree)
     firsts = sum(node.target_rank == 0 for node in tree.nodes)
     said["verify"] = (
         f"Verify: one pass of the target over the root and {kept} node{'s' * (kept != 1)}."
@@ -339,6 +354,19 @@ def sentences(tree: TreeInfo) -> dict[str, str]:
         f" This step gives {tree.emitted} token{'s' * (tree.emitted != 1)}."
     )
     return said
+
+
+def _flatten_sentence(tree: TreeInfo) -> str:
+    if len(tree.rows) == 1:
+        return "Flatten: the root alone becomes the one row of the target's pass."
+    text = (
+        f"Flatten: the root and {len(tree.rows) - 1} node{'s' * (len(tree.rows) > 2)} become {len(tree.rows)} rows of one"
+        " pass, parents first. Each row sees the text so far, its ancestors and itself, nothing else."
+    )
+    if tree.root_position is not None:
+        last = tree.root_position + max(tree.nodes[node].depth for node in tree.rows)
+        text += f" Position ids run from {tree.root_position} to {last}, one for each depth."
+    return text
 
 
 def template(palette: Palette = LIGHT) -> list[dict[str, Any]]:
@@ -403,6 +431,8 @@ def elbow(x0: float, y0: float, x1: float, y1: float) -> tuple[list[float | None
 def figure(tree: TreeInfo, phase: Phase = "accept", palette: Palette = LIGHT) -> go.Figure:
     """One step at the end of a phase, as the player draws it."""
     late = PHASES.index(phase)
+    rank, deciding = PHASES.index("verify"), phase == "accept"
+    row = {node: i for i, node in enumerate(tree.rows)}
     shown = [(node, node.y) for node in tree.nodes if node.y is not None]
     at = {node.node: (node.x, y) for node, y in shown}
     columns: dict[str, dict[str, Any]] = {name: {"x": [], "y": []} for name in LAYERS}
@@ -422,8 +452,8 @@ def figure(tree: TreeInfo, phase: Phase = "accept", palette: Palette = LIGHT) ->
 
     for node, y in shown:
         cut = node.verdict == "cut" and late >= 1
-        accepted = late == 3 and node.verdict in ("root", "accepted")
-        rejected = late == 3 and node.verdict == "rejected"
+        accepted = deciding and node.verdict in ("root", "accepted")
+        rejected = deciding and node.verdict == "rejected"
         if node.parent >= 0:
             layer = "accepted" if accepted else "cut-edges" if cut else "edges"
             draw_edge(layer, *at[node.parent], node.x, y)
@@ -443,29 +473,34 @@ def figure(tree: TreeInfo, phase: Phase = "accept", palette: Palette = LIGHT) ->
         if node.verdict == "cut":
             add("labels", node.x + 9, y - 6, text=escape(node.label), size=SIZES.cut_font, color=palette.dim)
         else:
-            shown_number = "" if node.node == 0 else short(node.value if late < 2 else node.target_prob or 0.0)
+            shown_number = "" if node.node == 0 else short(node.value if late < rank else node.target_prob or 0.0)
+            if phase == "flatten":
+                shown_number = "" if tree.root_position is None else f"@{tree.root_position + node.depth}"
             tail = f' <span style="font-size:{SIZES.number_font}px;color:{palette.dim}">{shown_number}</span>'
             text = escape(node.label) + (tail if shown_number else "")
             add("labels", node.x + 12, y - 10, text=text, size=SIZES.label_font, color=palette.ink)
             if node.node:
                 add("confidences", node.x - 12, y - 6, text=short(node.confidence))
-        if late == 2 and node.target_rank == 0:
+        if phase == "verify" and node.target_rank == 0:
             add("rings", node.x, y, size=SIZES.node + 8)
         if accepted or rejected:
             ink = palette.accepted_ink if accepted else palette.rejected_ink
-            add("marks", node.x, y, text="✓" if accepted else "×", color=ink)
+            add("marks", node.x, y, text="✓" if accepted else "×", color=ink, size=SIZES.label_font)
+        elif phase == "flatten" and node.node in row:
+            ink = ink_on(_value_color(node.log_value, palette))
+            add("marks", node.x, y, text=str(row[node.node]), color=ink, size=SIZES.number_font)
     for stub in tree.stubs:
         x, y = stub.x + (SIZES.bus if stub.hanging else SIZES.node / 2), stub.y
         x1, y1 = (x, y + 10) if stub.hanging else (x + 18, y)
         start = y
-        if late < 3 and stub.node == tree.next.parent:
+        if not deciding and stub.node == tree.next.parent:
             # The row of the target's own token is still empty: the stub hangs from the row above it.
             start = max((y_ for node, y_ in shown if node.parent == stub.node), default=at[stub.node][1])
         columns["stub-lines"]["x"] += [x, x1, None]
         columns["stub-lines"]["y"] += [start, y1, None]
         label_y = y1 - 3 if stub.hanging else y1 + 2
         add("stubs", x1 + 2, label_y, text=f"+{stub.children}", hovertext=_stub_hover(stub.children, stub.nodes))
-    if late == 3:
+    if deciding:
         x0, y0 = at[tree.next.parent]
         draw_edge("own", x0, y0, tree.next.x, tree.next.y)
         token = tree.next.token if len(tree.next.token) <= 60 else tree.next.token[:59] + "…"
