@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import logging
+import math
 import re
 import shutil
 import sys
@@ -40,6 +41,7 @@ LIMITS = {
 }
 YOUR_RUN, YOUR_FILE = "your-run", "your-file"
 RACING = "-"  # what is on screen while a race goes on; no run has this id
+PAINT_SECONDS = 3.0  # what a page takes to be drawn; loading the model would slow it down on the same machine
 LOAD_AFTER_SECONDS = 15.0  # the model's loading waits for the first page view, but not for ever
 LINK = ("run", "step", "phase")  # what an address may name
 COMPARED = 64  # tokens of each run where both trees run on a visitor's prompt
@@ -305,7 +307,7 @@ class Actions:
             for made in recordings
             if not made.entry.against
         )
-        self.answered = threading.Event()  # a page has been given what it opens with
+        self._answered = math.inf  # when a page was first given what it opens with
         self.files = Path(tempfile.mkdtemp(prefix="eagle2-traces-"))
         atexit.register(shutil.rmtree, self.files, ignore_errors=True)
         self._running: set[str | None] = set()  # sessions whose run is under way
@@ -325,14 +327,14 @@ class Actions:
         """What a page shows first: a run that needs no model, the one that its address names."""
         query = request.query_params
         if not self.recordings or not set(LINK) & set(query):  # the page came with the first run
-            self.answered.set()
+            self._answered = min(self._answered, time.monotonic())
             return [gr.skip()] * (4 + 1 + len(FORM))
         link = linked(query, self.recordings)
         first = link.recording is next(iter(self.recordings.values()))
         # The widgets begin with the first run's prompt and settings: what is typed at once is not overwritten.
         form = [gr.skip()] * (1 + len(FORM)) if first else filled(link.recording.trace)
         told = self.shown(link.recording, link.note, link.at)
-        self.answered.set()
+        self._answered = min(self._answered, time.monotonic())
         run_id = link.recording.entry.id
         return told, kept_file(link.recording.path), self.row(run_id), run_id, *form
 
@@ -531,7 +533,7 @@ class Actions:
             yield nothing, told("Something went wrong in this run; the log has the details.", "failed"), *idle
 
     def tick(self) -> Sequence[Any]:
-        if self.answered.is_set():  # loading takes processor time from serving the first page
+        if time.monotonic() >= self._answered + PAINT_SECONDS:
             self.host.start()
         status = self.host.status
         over = status.state in ("ready", "failed")

@@ -1,4 +1,4 @@
-"""Command line: ``python -m eagle2 generate|race|trace|gallery|eval|train|export``."""
+"""Command line: ``python -m eagle2 generate|race|trace|gallery|eval|bench|train|export``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .models import DEFAULT_PRESET, ModelError
 
 if TYPE_CHECKING:
+    from .cost import Size
     from .engine import Engine, Settings
 
 # torch and transformers are imported by the commands that need them: --help and usage errors answer at once.
@@ -28,6 +29,7 @@ examples:
   python -m eagle2 trace "10+2=" -o run.json.gz
   python -m eagle2 gallery --only lighthouse
   python -m eagle2 eval --questions questions.jsonl --limit 20 --json
+  python -m eagle2 bench --quick --dtype bfloat16 --chart speed.html
   python -m eagle2 train --out my-head --answer-tokens 200000
   python -m eagle2 export --head my-head/head --to vllm --out my-head-vllm
 
@@ -75,6 +77,8 @@ def _parser() -> argparse.ArgumentParser:
                        help="auto: float32 on CPU, bfloat16 on a GPU")  # fmt: skip
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     group.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
+    group.add_argument("--calibrate", action="store_true",
+                       help="measure the costs behind automatic trees anew (else once per model and machine)")  # fmt: skip
 
     runs = argparse.ArgumentParser(add_help=False)
     group = runs.add_argument_group("decoding")
@@ -89,11 +93,13 @@ def _parser() -> argparse.ArgumentParser:
     group = runs.add_argument_group("draft tree")
     group.add_argument("--tree", choices=("dynamic", "static"), default="dynamic",
                        help="dynamic: EAGLE-2; static: one fixed shape, as in EAGLE-1 (default: %(default)s)")  # fmt: skip
-    group.add_argument("--depth", type=int, default=3, help="layers of drafted tokens (default: %(default)s)")
+    group.add_argument("--depth", type=_size, default=3, metavar="N|auto",
+                       help="layers of drafted tokens; auto: as many as pay at each step (default: %(default)s)")  # fmt: skip
     group.add_argument(
         "--top-k", type=int, default=4, help="nodes fed per layer, children of each (default: %(default)s)"
     )
-    group.add_argument("--total-tokens", type=int, default=5, help="nodes kept for verification (default: %(default)s)")
+    group.add_argument("--total-tokens", type=_size, default=5, metavar="N|auto",
+                       help="nodes kept for verification; auto: as many as pay at each step (default: %(default)s)")  # fmt: skip
 
     output = argparse.ArgumentParser(add_help=False)
     output.add_argument("--json", action="store_true", help="print one JSON object on standard output and nothing else")
@@ -129,6 +135,22 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--cache", metavar="FOLDER", help="keep the target's outputs here, for the next head or tree")
     sub.add_argument("--workers", type=int, default=1, metavar="N",
                      help="processes, each with its own copy of the models and one thread (default: %(default)s)")  # fmt: skip
+    sub = command("bench", "Speed of our lanes, Hugging Face generate and llama.cpp, on the same prompts, interleaved.",
+                  models, output)  # fmt: skip
+    what = sub.add_mutually_exclusive_group(required=True)
+    what.add_argument("--questions", nargs="+", metavar="FILE",
+                      help="FastChat JSONL, first turns are used; a folder: all its .jsonl files")  # fmt: skip
+    what.add_argument("--quick", action="store_true", help="a few prompts of our own, 64 new tokens: some minutes")
+    sub.add_argument("--limit", type=int, metavar="N", help="only the first N questions of each file (--quick: 6)")
+    sub.add_argument("--max-new-tokens", type=int, help="exact cap (default: 128, --quick: 64)")
+    sub.add_argument("--methods", nargs="+", metavar="NAME",
+                     help="ar (always run), eagle2, eagle2-auto, eagle2-paper, static, lookup, hf, hf-lookup, llamacpp; "
+                     "default: all that can run here")  # fmt: skip
+    sub.add_argument(
+        "--rounds", type=int, default=1, metavar="N", help="times all prompts are run (default: %(default)s)"
+    )
+    sub.add_argument("--gguf", metavar="FILE", help="the same weights for llama.cpp (needs llama-cpp-python)")
+    sub.add_argument("--chart", metavar="FILE", help="also draw the speed-ups, beside the paper's, into this HTML page")
     sub = command("train", "Generate text with the target, train a draft head on it, evaluate it; resumable.", output)
     sub.add_argument("--config", metavar="FILE", help=".toml, .yaml or .json; assets/head-smollm2-135m/train.toml has all "
                      "keys. Without it: settings.json in the out folder, if there is one; options win over files")  # fmt: skip
@@ -151,13 +173,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _size(text: str) -> Size:
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number or auto, not {text!r}") from None
+
+
 def _loader(args: argparse.Namespace) -> Callable[[], Engine]:
     """Loads the engine; a worker process can do so too, since nothing of it is defined in this ``__main__``."""
     from .engine import Engine
 
     return functools.partial(
-        Engine.load, args.model, args.head, dtype=args.dtype, device=args.device, full_vocabulary=args.full_vocabulary
-    )
+        Engine.load, args.model, args.head, dtype=args.dtype, device=args.device, full_vocabulary=args.full_vocabulary,
+        costs="measure" if args.calibrate else "auto",
+    )  # fmt: skip
 
 
 def _engine(args: argparse.Namespace) -> Engine:
@@ -268,6 +300,13 @@ def _race(args: argparse.Namespace) -> None:
         f"{meta['draft_vocab']} tokens drafted, torch {meta['versions']['torch']}, "
         f"transformers {meta['versions']['transformers']}; one run, no warm-up"
     )
+    if settings.tree_settings.automatic and trace.steps:
+        count = len(trace.steps)
+        print(
+            f"automatic tree: on average {sum(len(step.kept) for step in trace.steps) / count:.1f} nodes kept in "
+            f"{sum(max(step.depths) for step in trace.steps) / count:.1f} drafted layers; "
+            f"{sum(len(step.token_ids) == 1 for step in trace.steps)} of {count} steps without a draft"
+        )
 
 
 def _save(trace: Any, path: str) -> None:
@@ -344,6 +383,41 @@ def _eval(args: argparse.Namespace) -> None:
     )
 
 
+def _bench(args: argparse.Namespace) -> None:
+    from . import bench
+    from .evaluate import read_question_sets
+
+    for option, value in (
+        ("--limit", args.limit),
+        ("--rounds", args.rounds),
+        ("--max-new-tokens", args.max_new_tokens),
+    ):
+        if value is not None and value < 1:
+            raise ValueError(f"{option} must be at least 1, not {value}")
+    if args.chart and not Path(args.chart).resolve().parent.is_dir():  # before minutes of work, not after
+        raise ValueError(f"the folder {Path(args.chart).resolve().parent} does not exist")
+    bench.check_methods(args.methods or ())
+    sets = read_question_sets(
+        [bench.QUICK_QUESTIONS] if args.quick else args.questions,
+        args.limit or (bench.QUICK_LIMIT if args.quick else None),
+    )
+    result = bench.bench(
+        _engine(args), sets, max_new_tokens=args.max_new_tokens or (bench.QUICK_TOKENS if args.quick else 128),
+        methods=args.methods, rounds=args.rounds, gguf=args.gguf,
+    )  # fmt: skip
+    if args.json:
+        _print_json(result)
+    elif result["rows"]:
+        print(bench.table(result))
+    if args.chart and result["rows"]:
+        from visual import bench as chart
+
+        chart.write(args.chart, result["rows"], result["settings"])
+        print(f"wrote {args.chart}", file=sys.stderr)
+    if result["interrupted"]:
+        raise KeyboardInterrupt
+
+
 def _train(args: argparse.Namespace) -> None:
     from .recipe import make_recipe, merge, parse_setting, read_settings
     from .stages import train_head
@@ -399,8 +473,8 @@ def _export(args: argparse.Namespace) -> None:
 
 
 COMMANDS = {
-    "generate": _generate, "race": _race, "trace": _trace, "gallery": _gallery, "eval": _eval, "train": _train,
-    "export": _export,
+    "generate": _generate, "race": _race, "trace": _trace, "gallery": _gallery, "eval": _eval, "bench": _bench,
+    "train": _train, "export": _export,
 }  # fmt: skip
 
 

@@ -39,7 +39,7 @@ class Drafter(Protocol):
         """Forget the sequence; at most ``capacity`` tokens will be committed in the next one."""
 
     def observe(self, token_ids: Sequence[int], hidden: Tensor | None) -> None:
-        """Newly committed tokens and the target's features of them ``[n, H]``."""
+        """Newly committed tokens and the target's features of them ``[n, H]`` (None unless ``needs_hidden``)."""
 
     def propose(self, root: int, max_depth: int, max_nodes: int) -> Proposal:
         """A tree under ``root`` with at most ``max_nodes`` kept nodes, none deeper than ``max_depth`` (0: no drafting)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .cost import CostModel, Size, TreePlanner
 from .draft import Proposal
 from .head import EagleHead
 from .target import Target
@@ -18,6 +20,7 @@ from .tree import DraftTree, rerank
 from .verify import check_finite
 
 MAX_DEPTH, MAX_TOP_K, MAX_TOTAL = 16, 64, 512
+AUTO_DEPTH, AUTO_TOTAL = 8, 64  # bounds of what the cost model chooses
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +28,26 @@ class TreeSettings:
     """Size and kind of the draft tree.
 
     ``depth`` counts layers of drafted tokens and ``total_tokens`` drafted nodes, the root not included (the paper's 7B
-    setting: 6, 10, 59).  The official code counts otherwise, see `from_official`.
+    setting: 6, 10, 59).  The official code counts otherwise, see `from_official`.  Either may be "auto": then a cost model
+    chooses it at every step of a dynamic tree, up to ``depth_limit`` and ``total_limit``.
     """
 
     kind: Literal["dynamic", "static"] = "dynamic"
-    depth: int = 6
+    depth: Size = 6
     top_k: int = 10
-    total_tokens: int = 59
+    total_tokens: Size = 59
 
     def __post_init__(self) -> None:
         if self.kind not in ("dynamic", "static"):
             raise ValueError(f"the tree is 'dynamic' or 'static', not {self.kind!r}")
         for name, top in (("depth", MAX_DEPTH), ("top_k", MAX_TOP_K), ("total_tokens", MAX_TOTAL)):
             value = getattr(self, name)
+            if value == "auto" and name != "top_k":
+                if self.kind == "static":
+                    raise ValueError(f"the static tree has a fixed size, so its {name} cannot be 'auto'")
+                continue
+            if not isinstance(value, int):
+                raise ValueError(f"{name} must be a whole number{' or auto' * (name != 'top_k')}, not {value!r}")
             if not 1 <= value <= top:
                 raise ValueError(f"{name} must lie between 1 and {top}, not {value}")
 
@@ -47,9 +57,24 @@ class TreeSettings:
         return cls("dynamic", depth + 1, top_k, total_token - 1)
 
     @property
+    def automatic(self) -> bool:
+        """Whether a cost model is needed."""
+        return "auto" in (self.depth, self.total_tokens)
+
+    @property
+    def depth_limit(self) -> int:
+        """The most layers of any tree."""
+        return AUTO_DEPTH if self.depth == "auto" else self.depth
+
+    @property
+    def total_limit(self) -> int:
+        """The most drafted nodes of any tree."""
+        return AUTO_TOTAL if self.total_tokens == "auto" else self.total_tokens
+
+    @property
     def pool_size(self) -> int:
-        """Drafted nodes of the expanded dynamic tree: ``top_k + (depth - 1) * top_k ** 2``."""
-        return self.top_k + (self.depth - 1) * self.top_k**2
+        """Drafted nodes of the (largest) expanded dynamic tree: ``top_k + (depth - 1) * top_k ** 2``."""
+        return self.top_k + (self.depth_limit - 1) * self.top_k**2
 
 
 # Prior chance that the k-th most confident child is the target's token, for the shape of the static tree; roughly the
@@ -114,7 +139,8 @@ class EagleDrafter:
     """Grows a draft tree with an `EagleHead` over the target's features.
 
     ``vocabulary`` (default: of the head's ``draft_token_ids``) can be shared by all drafters on the same weights.
-    Trees hold ids of the target's vocabulary, whatever is drafted.
+    Trees hold ids of the target's vocabulary, whatever is drafted.  Automatic settings need ``costs``; a `TreePlanner` then
+    decides at every step whether to draft, how deep, and where to cut.
 
     Holds the head's KV cache: committed rows come from the target's features only; a tree's rows are dropped after it.
     """
@@ -122,14 +148,17 @@ class EagleDrafter:
     needs_hidden = True
 
     def __init__(
-        self, head: EagleHead, target: Target, settings: TreeSettings, vocabulary: DraftVocabulary | None = None
-    ) -> None:
-        self.head, self.target, self.settings = head, target, settings
+        self, head: EagleHead, target: Target, settings: TreeSettings, vocabulary: DraftVocabulary | None = None,
+        costs: CostModel | None = None,
+    ) -> None:  # fmt: skip
+        if settings.automatic and costs is None:
+            raise ValueError("an automatic tree needs a cost model")
+        self.head, self.target, self.settings, self.costs = head, target, settings, costs
         self.vocabulary = vocabulary or DraftVocabulary(target, head.draft_token_ids)
         self.top_k = min(settings.top_k, self.vocabulary.size)
         self._shape: dict[tuple[int, ...], int] = {}  # static tree: path -> number of its children in the shape
         if settings.kind == "static":
-            paths = static_shape(settings.depth, self.top_k, settings.total_tokens)
+            paths = static_shape(settings.depth_limit, self.top_k, settings.total_limit)
             self._shape = {path: sum(p[:-1] == path for p in paths) for path in ((), *paths)}
         self._steps = 0
         self.reset(0)
@@ -139,27 +168,42 @@ class EagleDrafter:
         self._cache = self.head.new_cache(capacity + self._tree_rows())
         self._pending: list[tuple[Sequence[int], Tensor]] = []
         self._steps = 0
+        settings = self.settings
+        self._planner: TreePlanner | None = None
+        if settings.automatic and self.costs is not None:
+            self._planner = TreePlanner(
+                self.costs, width=self.top_k, depth=settings.depth, nodes=settings.total_tokens,
+                depth_limit=settings.depth_limit, node_limit=settings.total_limit,
+            )  # fmt: skip
 
     def _tree_rows(self) -> int:
         if self._shape:
             return len(self._shape)
-        return self.settings.depth * self.top_k
+        return self.settings.depth_limit * self.top_k
 
     def observe(self, token_ids: Sequence[int], hidden: Tensor | None) -> None:
         """Newly committed tokens and the target's features of them ``[n, H]``; the head sees them at `propose`."""
         if hidden is None or len(hidden) != len(token_ids):
             raise ValueError("the draft head needs one target feature for each committed token")
         self._pending.append((token_ids, hidden))
+        if self._planner is not None:
+            self._planner.observe(len(token_ids))
 
     @torch.inference_mode()
     def propose(self, root: int, max_depth: int, max_nodes: int) -> Proposal:
-        """Expansion phase, then reranking phase (paper, sections 4.1 and 4.2)."""
+        """Expansion phase, then reranking phase (paper, sections 4.1 and 4.2).
+
+        Where the planner skips a step, what was observed waits for the next draft's catch-up.
+        """
         device = self.target.device
-        settings = self.settings
-        depth = min(settings.depth, max_depth)
-        budget = min(settings.total_tokens, max_nodes)
+        settings, planner = self.settings, self._planner
+        depth = min(settings.depth_limit, max_depth)
+        budget = min(settings.total_limit, max_nodes)
         self._cache.drop_rows()
-        if depth < 1 or budget < 1:
+        skipped = depth < 1 or budget < 1
+        if planner is not None and not skipped:
+            skipped = not planner.begin(sum(len(ids) for ids, _ in self._pending), budget)
+        if skipped:
             return Proposal(DraftTree.root_only(root, device), ())
         self._steps += 1
         feature = self._catch_up(root)  # [1, H]
@@ -178,12 +222,16 @@ class EagleDrafter:
                 fed = self._select(range(first_of_layer, len(tokens)), log_value, paths)
                 if not fed:
                     break
+                if planner is not None and not planner.goes_on(_values(log_value[1:]), _values(log_value, fed)):
+                    break
                 selected.append(tuple(fed))
                 outputs = self._feed(fed, tokens, parents, features, cache_row, position + layer - 1)
             log_probs = self._log_probs(outputs)  # [fed, v]
             top = log_probs.topk(self.top_k, -1)
             best_log, best_id = top.values.tolist(), self.vocabulary.target_ids(top.indices).tolist()
             probs = top.values.exp().tolist()
+            if planner is not None:
+                planner.saw(_values(log_value, fed), probs)
             first_of_layer = len(tokens)
             for row, node in enumerate(fed):
                 width = self._shape.get(paths[node], 0) if self._shape else self.top_k
@@ -200,6 +248,8 @@ class EagleDrafter:
             torch.tensor(confidence, dtype=torch.float32, device=device),
             torch.tensor(log_value, dtype=torch.float32, device=device),
         )
+        if planner is not None:
+            budget = planner.cut(_values(log_value[1:]))
         kept = rerank(tree.log_value, tree.depths, budget)
         return Proposal(tree, kept, tuple(selected))
 
@@ -263,3 +313,8 @@ class EagleDrafter:
         logits = self.vocabulary.logits(outputs)
         check_finite(logits, "draft head", self._steps)
         return logits.log_softmax(-1)
+
+
+def _values(log_value: Sequence[float], nodes: Sequence[int] | None = None) -> list[float]:
+    """Values of ``nodes`` (default: all)."""
+    return [math.exp(value) for value in (log_value if nodes is None else [log_value[node] for node in nodes])]

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 
 from . import __version__, models
+from .calibrate import calibrate, calibrated, machine_key
+from .cost import CostModel, Size
 from .draft import Drafter, RootOnly
 from .eagle import DraftVocabulary, EagleDrafter, TreeSettings
 from .generate import Prefill, Step, Stops, generate
@@ -26,6 +28,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 MAX_NEW_TOKENS = 4096
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
+Costs = CostModel | Literal["auto", "measure"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,8 @@ class Settings:
     """Settings of one run; every bad value is a ValueError of one sentence.
 
     The tree's defaults (3, 4, 5) are small since a target pass on a CPU grows dear with its rows; the paper's 7B tree
-    is depth 6, top_k 10, total_tokens 59.
+    is depth 6, top_k 10, total_tokens 59.  ``depth`` and ``total_tokens`` may be "auto": the engine's cost model then
+    chooses them at every step.
     """
 
     max_new_tokens: int = 96
@@ -42,9 +46,9 @@ class Settings:
     top_p: float = 1.0
     seed: int = 0
     tree: Literal["dynamic", "static"] = "dynamic"
-    depth: int = 3
+    depth: Size = 3
     top_k: int = 4
-    total_tokens: int = 5
+    total_tokens: Size = 5
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -79,11 +83,14 @@ class Engine:
     """One target, one head, one tokenizer. Runs share the weights; each run has caches of its own.
 
     ``full_vocabulary``: draft over all of the target's tokens even if the head comes with a reduced vocabulary.
+    ``costs`` serve automatic trees: a cost model, "auto" (measured here, or read from the cache folder, when first
+    needed), "measure" (measured now, whatever the cache holds) or None (automatic trees are refused).
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, head: EagleHead, *, name: str, head_name: str, full_vocabulary: bool = False
-    ) -> None:
+        self, model: Any, tokenizer: Any, head: EagleHead, *, name: str, head_name: str, full_vocabulary: bool = False,
+        costs: Costs = "auto",
+    ) -> None:  # fmt: skip
         self.target = Target(model)
         self.tokenizer, self.head, self.name, self.head_name = tokenizer, head, name, head_name
         self.vocabulary = DraftVocabulary(self.target, None if full_vocabulary else head.draft_token_ids)
@@ -91,11 +98,17 @@ class Engine:
         if eos is None:
             eos = tokenizer.eos_token_id
         self.eos_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        if not (costs is None or isinstance(costs, CostModel) or costs in ("auto", "measure")):
+            raise ValueError(f"costs must be a cost model, 'auto', 'measure' or None, not {costs!r}")
+        self.costs = costs if isinstance(costs, CostModel) else None  # what is known of them
+        self._may_measure = costs is not None
+        if costs == "measure":
+            self.calibrate(force=True)
 
     @classmethod
     def load(
         cls, model: str = models.DEFAULT_PRESET, head: str | None = None, *, dtype: str = "auto", device: str = "auto",
-        progress: Progress | None = None, full_vocabulary: bool = False,
+        progress: Progress | None = None, full_vocabulary: bool = False, costs: Costs = "auto",
     ) -> Engine:  # fmt: skip
         """Load a preset, a local folder or a hub id; ``head`` is a folder (a preset brings its own).
 
@@ -114,7 +127,15 @@ class Engine:
         eagle_head = EagleHead.load(
             folder, target_config=loaded.config.get_text_config(), device=device, dtype=DTYPES[dtype]
         )
-        return cls(loaded, tokenizer, eagle_head, name=model, head_name=folder.name, full_vocabulary=full_vocabulary)
+        return cls(
+            loaded,
+            tokenizer,
+            eagle_head,
+            name=model,
+            head_name=folder.name,
+            full_vocabulary=full_vocabulary,
+            costs=costs,
+        )
 
     @property
     def dtype(self) -> str:
@@ -130,8 +151,20 @@ class Engine:
             raise ValueError("the prompt is empty; write something")
         return models.encode_chat(self.tokenizer, [{"role": "user", "content": prompt}])
 
+    def calibrate(self, *, force: bool = False) -> CostModel:
+        """What passes cost here: known, else from the cache folder, else measured (about 3 seconds).  ``force``: measured."""
+        if self.costs is None or force:
+            if not self._may_measure:
+                raise ValueError("an automatic tree needs a cost model, and this engine was loaded without one")
+            key = machine_key(self.target, self.vocabulary, name=self.name, head_name=self.head_name)
+            self.costs = calibrated(key, lambda: calibrate(self.target, self.head, self.vocabulary), force=force)
+        return self.costs
+
     def drafter(self, settings: Settings, target: Target) -> EagleDrafter:
-        return EagleDrafter(self.head, target, settings.tree_settings, self.vocabulary)
+        tree = settings.tree_settings
+        return EagleDrafter(
+            self.head, target, tree, self.vocabulary, costs=self.calibrate() if tree.automatic else None
+        )
 
     def run(self, prompt_ids: list[int], settings: Settings, *, drafted: bool = True) -> Iterator[Prefill | Step]:
         """One lane on a fresh cache; ``drafted=False`` is plain autoregressive decoding by the same loop."""
@@ -141,7 +174,7 @@ class Engine:
         stops = Stops(settings.max_new_tokens, self.eos_ids, settings.stop, self.tokenizer.decode)
         return generate(
             target, drafter, prompt_ids, sampling=settings.sampling, stops=stops, generator=generator,
-            max_nodes=settings.total_tokens,
+            max_nodes=settings.tree_settings.total_limit,
         )  # fmt: skip
 
     def race(self, prompt: str, settings: Settings) -> Iterator[RaceUpdate]:
@@ -181,7 +214,9 @@ class Engine:
             "dtype": self.dtype,
             "device": _device_name(self.target.device),
             "threads": torch.get_num_threads(),
+            "forward": "transformers" if self.target.why_not_lean else "lean",
             **settings.describe(),
+            **({} if self.costs is None else {"costs": self.costs.to_dict()}),
             "versions": {
                 "eagle2": __version__,
                 "python": platform.python_version(),

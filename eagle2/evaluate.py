@@ -290,7 +290,7 @@ class _Runner:
         return _measure(
             generate(
                 target, engine.drafter(settings, target), recording.prompt_ids, sampling=settings.sampling, stops=stops,
-                max_nodes=settings.total_tokens,
+                max_nodes=settings.tree_settings.total_limit,
             )
         )  # fmt: skip
 
@@ -536,10 +536,10 @@ def table(result: Mapping[str, Any]) -> str:
         rows.append([name, *counts, *map(_number, [*numbers, entry["calibration"]["ece"], *shares])])
     if len(sets) > 1:
         rows.append(["mean of tau", "", "", "", "", _number(result["mean_tau"])])
-    lines = _aligned(rows)
+    lines = aligned(rows)
     lines += ["", "accepted at depth d, of the steps that accepted depth d - 1:"]
     given = [[name, *map(_number, entry["acceptance_given_previous"])] for name, entry in sets.items()]
-    lines += _aligned([["set", *(f"d={d}" for d in range(1, depth + 1))], *given])
+    lines += aligned([["set", *(f"d={d}" for d in range(1, depth + 1))], *given])
     calibration = result["calibration"]
     lines += [
         "",
@@ -549,14 +549,14 @@ def table(result: Mapping[str, Any]) -> str:
     for row in calibration["bins"]:
         span = f"{row['low']:.1f}-{row['high']:.1f}"
         bins.append([span, str(row["count"]), _number(row["confidence"]), _number(row["accepted"])])
-    return "\n".join([*lines, *_aligned(bins)])
+    return "\n".join([*lines, *aligned(bins)])
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """The first column to the left, the others to the right."""
     columns = max(map(len, rows))
     widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(columns)]

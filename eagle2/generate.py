@@ -99,8 +99,7 @@ def generate(
     prefill = target.prefill(prompt_ids, rows + max_nodes + 1)
     check_finite(prefill.logits, "target", 0)
     root = _first_token(prefill.logits, sampling, generator)
-    if drafter.needs_hidden:
-        drafter.observe(prompt_ids, prefill.hidden)
+    drafter.observe(prompt_ids, prefill.hidden if drafter.needs_hidden else None)
     output = [root]
     reason = stops.cut([], output)[1] or ("context" if target.length >= limit else None)
     yield Prefill(root, prefill, clock.lap(), reason)
@@ -119,8 +118,8 @@ def generate(
         target.commit(verdict.rows)
         tokens = tree.token_ids.tolist()
         accepted = [tokens[row] for row in verdict.accepted]
-        if drafter.needs_hidden:
-            drafter.observe([root, *accepted], result.hidden[list(verdict.rows)])
+        hidden = result.hidden[list(verdict.rows)] if drafter.needs_hidden else None
+        drafter.observe([root, *accepted], hidden)
         count, reason = stops.cut(output, [*accepted, verdict.next_token])
         emitted = (*accepted, verdict.next_token)[:count]
         output += emitted
@@ -135,21 +134,23 @@ def _first_token(logits: Tensor, sampling: SamplingParams, generator: torch.Gene
     return verify(DraftTree.root_only(0), logits, sampling, generator).next_token
 
 
+def now(device: torch.device) -> float:
+    """Seconds on the host's clock once the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+    return time.perf_counter()
+
+
 class _Clock:
     """Seconds between laps, with the device's queue drained."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._last = self._now()
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        elif self._device.type == "mps":
-            torch.mps.synchronize()
-        return time.perf_counter()
+        self._last = now(device)
 
     def lap(self) -> float:
-        now = self._now()
-        seconds, self._last = now - self._last, now
+        at = now(self._device)
+        seconds, self._last = at - self._last, at
         return seconds

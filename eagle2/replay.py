@@ -65,6 +65,25 @@ class Recording:
         return self.token_ids[self.prompt_length :]
 
 
+class _Counted:
+    """Rows without a cache: nothing is computed, so nothing is kept but their number."""
+
+    def __init__(self) -> None:
+        self.length = self.capacity = 0
+
+    def fork(self) -> _Counted:
+        return _Counted()
+
+    def reset(self, capacity: int) -> None:
+        self.length = 0
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.length += len(rows)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError("a replay reads its passes from the recording")
+
+
 class ReplayTarget(Target):
     """A `Target` whose passes are read from a recording; embeddings and LM head are the model's own.
 
@@ -73,20 +92,11 @@ class ReplayTarget(Target):
     """
 
     def __init__(self, model: Any, recording: Recording) -> None:
-        super().__init__(model)
+        super().__init__(model, runs=_Counted())
         self.recording = recording
-        self._layers = []  # nothing is computed, so nothing is kept but the count
-        self._committed = 0
 
     def fork(self) -> ReplayTarget:
         return ReplayTarget(self.model, self.recording)
-
-    @property
-    def length(self) -> int:
-        return self._committed
-
-    def reset(self, capacity: int = 0) -> None:
-        self._committed = self._pass_rows = 0
 
     def prefill(self, token_ids: Sequence[int], capacity: int) -> TargetOutput:
         """``logits [1, V]`` of the last prompt token, ``hidden [S, H]`` of all."""
@@ -94,13 +104,13 @@ class ReplayTarget(Target):
         if tuple(token_ids) != prompt:
             raise ValueError("the recording is of another prompt")
         self.reset()
-        self._committed = len(prompt)
+        self._runs.keep(range(len(prompt)))
         features = self.recording.features[: len(prompt)].to(self.device, self.dtype)
         return TargetOutput(self._one_hot([self.recording.token_ids[len(prompt)]]), features)
 
     def forward(self, tree: DraftTree) -> TargetOutput:
         """``logits [N, V]`` and ``hidden [N, H]`` of a tree under the next recorded token."""
-        ids, at = self.recording.token_ids, self._committed
+        ids, at = self.recording.token_ids, self.length
         tokens = tree.token_ids.tolist()
         if at >= len(ids) - 1:
             raise ValueError(f"the recording ends with token {at}, the run goes on")
@@ -122,10 +132,6 @@ class ReplayTarget(Target):
         hidden[known] = self.recording.features[[index[node] for node in known]].to(self.device, self.dtype)
         self._pass_rows = n
         return TargetOutput(self._one_hot(choices), hidden)
-
-    def commit(self, rows: Sequence[int]) -> None:
-        super().commit(rows)
-        self._committed += len(rows)
 
     def _one_hot(self, choices: Sequence[int]) -> Tensor:
         """``[n, V]``: 1 at each row's choice, 0 elsewhere; a row without a choice (-1) is all 0."""

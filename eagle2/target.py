@@ -1,19 +1,21 @@
 """The target model behind three calls: ``prefill``, ``forward`` (a tree) and ``commit`` (a path).
 
 Sole owner of how the target runs and of its KV cache.  Any Hugging Face causal LM with full attention works: the tree
-goes in through a 4-D mask and explicit position ids, the cache is preallocated and indexable.
+goes in through a 4-D mask and explicit position ids, the cache is preallocated and indexable.  Models of the Llama family
+run on a lean forward instead (`eagle2.lean`), which gives the same logits sooner.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .lean import Lean, LeanWeights
 from .tree import DraftTree
 
 PREFILL_CHUNK = 256  # rows of the prompt in one pass; bounds the memory of masks and activations
@@ -80,13 +82,101 @@ class PrefixLayer(CacheLayerMixin):
         return self.capacity
 
 
+class Forward(Protocol):
+    """How one sequence runs on the target: passes over new rows behind a committed prefix."""
+
+    @property
+    def length(self) -> int:
+        """Committed rows."""
+
+    @property
+    def capacity(self) -> int:
+        """Rows that there is room for, prefix and pass."""
+
+    def fork(self) -> Forward:
+        """Another sequence on the same weights, without rows."""
+
+    def reset(self, capacity: int) -> None:
+        """Forget the sequence; make room for ``capacity`` rows where there is less."""
+
+    def forward(
+        self, token_ids: Tensor, visible: Tensor, positions: Tensor, *, want_logits: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        """``token_ids [N]`` -> logits ``[N, V]`` (None unless wanted) and hidden ``[N, H]``.
+
+        ``visible [N, N]`` is the mask among the rows of this pass; the prefix is visible to all of them.
+        """
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Move these rows of the last pass to the end of the prefix, drop the others."""
+
+
+class HuggingFaceForward:
+    """`Forward` through the model's own code, whatever its architecture."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.lm_head = model.get_output_embeddings()
+        weight = model.get_input_embeddings().weight
+        self.device, self.dtype = weight.device, weight.dtype
+        self.capacity = 0
+        self.layers = [PrefixLayer() for _ in range(model.config.get_text_config().num_hidden_layers)]
+        self._cache = Cache(layers=list(self.layers))
+
+    def fork(self) -> HuggingFaceForward:
+        return HuggingFaceForward(self.model)
+
+    @property
+    def length(self) -> int:
+        return self.layers[0].length
+
+    def reset(self, capacity: int) -> None:
+        self.capacity = max(self.capacity, capacity)
+        for layer in self.layers:
+            layer.length = 0
+            if layer.capacity < capacity:
+                layer.capacity = capacity
+                layer.is_initialized = False
+
+    def keep(self, rows: Sequence[int]) -> None:
+        for layer in self.layers:
+            layer.keep(rows)
+
+    def forward(
+        self, token_ids: Tensor, visible: Tensor, positions: Tensor, *, want_logits: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        n = len(token_ids)
+        mask = torch.zeros(n, self.length + n, dtype=self.dtype, device=self.device)
+        mask[:, self.length :].masked_fill_(~visible.to(self.device), torch.finfo(self.dtype).min)
+        arguments = {
+            "input_ids": token_ids[None],
+            "attention_mask": mask[None, None],
+            "position_ids": positions[None],
+            "cache": self._cache,
+            "use_cache": True,
+        }
+        if not want_logits:
+            hidden: Tensor = self.model.base_model(**arguments).last_hidden_state
+            return None, hidden[0]
+        # The LM head's input is by definition the feature that its logits come from, whatever the architecture does
+        # around it (scaled or soft-capped logits).
+        seen: list[Tensor] = []
+        hook = self.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            logits: Tensor = self.model(**arguments).logits
+        finally:
+            hook.remove()
+        return logits[0], seen[0][0]
+
+
 class Target:
     """A causal LM and one sequence's KV cache.
 
-    ``fork()`` gives a second sequence on the same weights (the other lane of a race).  Batch size is 1.
+    ``fork()`` gives a second sequence on the same weights (the other lane of a race).  Batch size is 1.  ``lean``: run on
+    `eagle2.lean` where the model allows it (``why_not_lean`` says why it does not), else through the model's own code.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, lean: bool = True, runs: Forward | None = None) -> None:
         _check_supported(model)
         self.model = model
         self.config = model.config.get_text_config()
@@ -96,18 +186,20 @@ class Target:
         self.hidden_size = int(self.lm_head.weight.shape[1])
         self.vocab_size = int(self.lm_head.weight.shape[0])
         self.max_length = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 20)
-        self._layers = [PrefixLayer() for _ in range(self.config.num_hidden_layers)]
-        self._cache = Cache(layers=list(self._layers))
+        self.why_not_lean = Lean.refusal(model) if lean else "it was asked not to"
+        if runs is None:
+            runs = HuggingFaceForward(model) if self.why_not_lean else Lean(LeanWeights(model))
+        self._runs: Forward = runs
         self._pass_rows = 0  # rows of the last pass that are not committed
 
     def fork(self) -> Target:
         """Another sequence with a cache of its own on the same weights."""
-        return Target(self.model)
+        return Target(self.model, runs=self._runs.fork())
 
     @property
     def length(self) -> int:
         """Tokens whose KV are committed."""
-        return self._layers[0].length
+        return self._runs.length
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's own token embeddings ``[..., H]``."""
@@ -126,11 +218,7 @@ class Target:
     def reset(self, capacity: int = 0) -> None:
         """Forget the sequence; make room for ``capacity`` rows (prefix and tree) where there is less."""
         self._pass_rows = 0
-        for layer in self._layers:
-            layer.length = 0
-            if layer.capacity < capacity:
-                layer.capacity = capacity
-                layer.is_initialized = False
+        self._runs.reset(capacity)
 
     @torch.inference_mode()
     def prefill(self, token_ids: Sequence[int], capacity: int) -> TargetOutput:
@@ -169,40 +257,17 @@ class Target:
         """Append these rows of the last pass (a path, root first) to the prefix and drop the others."""
         if not all(0 <= row < self._pass_rows for row in rows):
             raise ValueError(f"rows {list(rows)} are not all rows of the last pass, which had {self._pass_rows}")
-        for layer in self._layers:
-            layer.keep(rows)
+        self._runs.keep(rows)
         self._pass_rows = 0
 
     def _forward(
         self, token_ids: Tensor, visible: Tensor, positions: Tensor, *, want_logits: bool
     ) -> tuple[Tensor | None, Tensor]:
-        """``visible [N, N]`` is the mask among the rows of this pass; the prefix is visible to all of them."""
-        n = len(token_ids)
-        needed = self.length + n
-        if needed > self._layers[0].capacity:
-            raise ValueError(f"the KV cache has {self._layers[0].capacity} rows, this pass needs {needed}")
-        mask = torch.zeros(n, needed, dtype=self.dtype, device=self.device)
-        mask[:, self.length :].masked_fill_(~visible.to(self.device), torch.finfo(self.dtype).min)
-        arguments = {
-            "input_ids": token_ids[None],
-            "attention_mask": mask[None, None],
-            "position_ids": positions[None],
-            "cache": self._cache,
-            "use_cache": True,
-        }
-        self._pass_rows = n
-        if not want_logits:
-            hidden: Tensor = self.model.base_model(**arguments).last_hidden_state
-            return None, hidden[0]
-        # The LM head's input is by definition the feature that its logits come from, whatever the architecture does
-        # around it (scaled or soft-capped logits).
-        seen: list[Tensor] = []
-        hook = self.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        try:
-            logits: Tensor = self.model(**arguments).logits
-        finally:
-            hook.remove()
-        return logits[0], seen[0][0]
+        needed = self.length + len(token_ids)
+        if needed > self._runs.capacity:
+            raise ValueError(f"the KV cache has {self._runs.capacity} rows, this pass needs {needed}")
+        self._pass_rows = len(token_ids)
+        return self._runs.forward(token_ids, visible, positions, want_logits=want_logits)
 
 
 def _check_supported(model: Any) -> None:
@@ -225,4 +290,12 @@ def _check_supported(model: Any) -> None:
         )
 
 
-__all__ = ["ContextLengthError", "PrefixLayer", "Target", "TargetOutput", "UnsupportedModelError"]
+__all__ = [
+    "ContextLengthError",
+    "Forward",
+    "HuggingFaceForward",
+    "PrefixLayer",
+    "Target",
+    "TargetOutput",
+    "UnsupportedModelError",
+]

@@ -210,7 +210,8 @@ class Trace:
 
     ``metadata`` has at least: ``target``, ``head``, ``dtype``, ``device``, ``threads``, ``seed``, ``sampling``
     (temperature, top_k, top_p), ``tree`` (kind, depth, top_k, total_tokens), ``versions``, ``clock`` ("measured" or
-    "modelled") and ``created`` (ISO 8601).  ``vocabulary`` gives a display text for every token id that occurs.
+    "modelled") and ``created`` (ISO 8601).  ``costs``, where known, is `eagle2.cost.CostModel.to_dict`; an automatic tree
+    has "auto" for ``depth`` or ``total_tokens``.  ``vocabulary`` gives a display text for every token id that occurs.
     """
 
     metadata: Mapping[str, Any]

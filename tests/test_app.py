@@ -243,7 +243,9 @@ def path_of(file: Any) -> str:
     return file.value if isinstance(file.value, str) else file.value["path"]
 
 
-def test_the_page_comes_with_the_first_run_and_no_model(actions: Any, host: Any) -> None:
+def test_the_page_comes_with_the_first_run_and_no_model(
+    actions: Any, host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     demo = in_loop(lambda: app.build(actions))
     parts = {block.elem_id: block for block in demo.blocks.values() if getattr(block, "elem_id", None)}
     told = json.loads(parts["theatre"].value)
@@ -255,6 +257,9 @@ def test_the_page_comes_with_the_first_run_and_no_model(actions: Any, host: Any)
     actions.tick()
     assert host.status.state == "waiting"  # nothing is loaded before a page was answered
     assert all(map(skipped, actions.open(Asking())))
+    actions.tick()
+    assert host.status.state == "waiting"  # nor before it had time to be drawn
+    monkeypatch.setattr(app, "PAINT_SECONDS", 0.0)
     actions.tick()
     assert host.status.state != "waiting"
 

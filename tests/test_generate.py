@@ -18,8 +18,10 @@ PROMPTS = [[5, 9, 41, 33, 8, 20], [1, 77], [60] * 9, [3, 14, 15, 92, 65, 35, 89]
 COUNT = 40
 
 
-def decode(model: Any, drafter: Any, prompt: list[int], stops: Stops, **more: Any) -> tuple[list[int], list[Any]]:
-    target = Target(model)
+def decode(
+    model: Any, drafter: Any, prompt: list[int], stops: Stops, *, lean: bool = True, **more: Any
+) -> tuple[list[int], list[Any]]:
+    target = Target(model, lean=lean)
     items = list(generate(target, drafter, prompt, **({"sampling": SamplingParams()} | more), stops=stops))
     ids = [t for item in items for t in ((item.token,) if isinstance(item, Prefill) else item.emitted)]
     return ids, items
@@ -31,9 +33,10 @@ def eagle(model: Any, settings: TreeSettings | None = None, only: list[int] | No
     return EagleDrafter(head, Target(model), settings or TreeSettings("dynamic", 4, 3, 8))
 
 
+@pytest.mark.parametrize("lean", [True, False])
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("kind", ["root only", "oracle", "always wrong", "random", "head", "static head"])
-def test_greedy_ids_equal_hugging_faces_whatever_is_drafted(kind: str, prompt: list[int]) -> None:
+def test_greedy_ids_equal_hugging_faces_whatever_is_drafted(kind: str, prompt: list[int], lean: bool) -> None:
     model = tiny_model()
     expected = reference(model, prompt, COUNT, eos_token_id=None)
     drafter = {
@@ -44,7 +47,7 @@ def test_greedy_ids_equal_hugging_faces_whatever_is_drafted(kind: str, prompt: l
         "head": lambda: eagle(model),
         "static head": lambda: eagle(model, TreeSettings("static", 3, 3, 7)),
     }[kind]()
-    ids, items = decode(model, drafter, prompt, Stops(COUNT))
+    ids, items = decode(model, drafter, prompt, Stops(COUNT), lean=lean)
     assert ids == expected
     assert items[-1].finish_reason == "length"
     passes = len(items) - 1
@@ -188,20 +191,25 @@ def test_sampled_text_has_the_targets_distribution_whatever_is_drafted() -> None
 def test_non_finite_logits_name_the_step() -> None:
     model = tiny_model()
     expected = reference(model, PROMPTS[0], 12, eos_token_id=None)
-    calls = 0
-    forward = model.forward
+    for lean in (True, False):
+        target = Target(model, lean=lean)
+        calls = 0
+        forward = target._runs.forward
 
-    def poisoned(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        output = forward(*args, **kwargs)
-        if calls == 4:  # the prefill is call 1, step 3 is call 4
-            output.logits[:] = float("nan")
-        return output
+        def poisoned(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            logits, hidden = forward(*args, **kwargs)
+            if calls == 4:  # the prefill is call 1, step 3 is call 4
+                logits[:] = float("nan")
+            return logits, hidden
 
-    model.forward = poisoned
-    with pytest.raises(NonFiniteLogitsError, match=r"target.*step 3"):
-        decode(model, oracle(expected, wrong=1), PROMPTS[0], Stops(12))
+        target._runs.forward = poisoned  # type: ignore[method-assign]
+        with pytest.raises(NonFiniteLogitsError, match=r"target.*step 3"):
+            for _ in generate(
+                target, oracle(expected, wrong=1), PROMPTS[0], sampling=SamplingParams(), stops=Stops(12)
+            ):
+                pass
     head_model = tiny_model()
     broken = eagle(head_model)
     with torch.no_grad():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from eagle2.target import ContextLengthError, Target, UnsupportedModelError
+from eagle2.target import ContextLengthError, HuggingFaceForward, Target, UnsupportedModelError
 from eagle2.tree import DraftTree
 from tests.tiny import VOCAB, tiny_model
 
@@ -47,10 +47,12 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize("lean", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-def test_tree_logits_equal_causal_logits_of_every_branch(name: str) -> None:
+def test_tree_logits_equal_causal_logits_of_every_branch(name: str, lean: bool) -> None:
     model = MODELS[name]()
-    target = Target(model)
+    target = Target(model, lean=lean)
+    assert (target.why_not_lean is None) is (lean and name != "gpt-neox")
     target.prefill(PROMPT, 64)
     output = target.forward(TREE)
     assert output.logits.shape == (7, VOCAB)
@@ -66,7 +68,7 @@ def test_tree_logits_equal_causal_logits_of_every_branch(name: str) -> None:
 @pytest.mark.parametrize("rows", [(0,), (0, 1), (0, 2, 5), (0, 1, 4, 6)])
 def test_committed_cache_equals_a_fresh_prefill(rows: tuple[int, ...]) -> None:
     model = tiny_model()
-    target = Target(model)
+    target = Target(model, lean=False)
     target.prefill(PROMPT, 64)
     target.forward(TREE)
     target.commit(rows)
@@ -74,7 +76,9 @@ def test_committed_cache_equals_a_fresh_prefill(rows: tuple[int, ...]) -> None:
     assert target.length == len(PROMPT) + len(rows)
     fresh = target.fork()
     fresh.prefill([*PROMPT, *kept], 64)
-    for mine, theirs in zip(target._layers, fresh._layers):
+    assert isinstance(target._runs, HuggingFaceForward)
+    assert isinstance(fresh._runs, HuggingFaceForward)
+    for mine, theirs in zip(target._runs.layers, fresh._runs.layers):
         length = target.length
         torch.testing.assert_close(mine.keys[:, :, :length], theirs.keys[:, :, :length], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(mine.values[:, :, :length], theirs.values[:, :, :length], rtol=1e-4, atol=1e-5)

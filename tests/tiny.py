@@ -87,7 +87,7 @@ class ScriptedDrafter:
         self.ids: list[int] = []
 
     def observe(self, token_ids: Sequence[int], hidden: Tensor | None) -> None:
-        raise AssertionError("a drafter without needs_hidden is not shown features")
+        assert hidden is None, "a drafter without needs_hidden is not shown features"
 
     def propose(self, root: int, max_depth: int, max_nodes: int) -> Proposal:
         tokens = self.script(self, root)[: min(max_depth, max_nodes)]

@@ -206,6 +206,7 @@ def facts(trace: Trace) -> tuple[tuple[str, str], ...]:
             f" total_tokens {shape.get('total_tokens', '?')}",
         ),
         ("decoding", how),
+        ("forward", meta.get("forward", "")),
         ("clock", meta["clock"]),
         ("recorded", meta["created"]),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),

@@ -47,6 +47,12 @@ DARK = Palette(
 )  # fmt: skip
 PALETTES: dict[str, Palette] = {"light": LIGHT, "dark": DARK}
 
+# Series of a chart: a hue (Okabe and Ito's, the grey and near-black of the palettes) doubled by a pattern of Plotly's.
+SERIES = (
+    ("#0072b2", ""), ("#56b4e9", "/"), ("#d55e00", ""), ("#cc79a7", "\\"), ("#009e73", ""), ("#e69f00", "x"),
+    ("#9aa6b5", ""), ("#5b6675", "."),
+)  # fmt: skip
+
 SANS = 'system-ui, -apple-system, "Segoe UI", "Source Sans Pro", "DejaVu Sans", Arial, sans-serif'
 MONO = 'ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", "Liberation Mono", monospace'
 

@@ -1,0 +1,144 @@
+"""The lean forward: the same logits as the model's own code, for every family that it takes; the rest is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from eagle2.lean import Lean, LeanWeights, packed_linear
+from eagle2.target import HuggingFaceForward, Target
+from tests.test_target import MODELS, PROMPT, TREE, small
+from tests.tiny import tiny_model
+
+FAMILIES = [name for name in MODELS if name != "gpt-neox"]
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+MORE = {
+    "llama, mlp bias": lambda: small(LlamaConfig, num_key_value_heads=1, mlp_bias=True, attention_bias=True),
+    "llama3 rotary": lambda: small(LlamaConfig, num_key_value_heads=2, rope_parameters=LLAMA3),
+    "linear rotary": lambda: small(
+        LlamaConfig, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    ),
+}  # fmt: skip
+
+
+def made(name: str) -> Any:
+    """A model whose biases and norms do something."""
+    model = (MODELS | MORE)[name]()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, 1.0, 0.2)
+    return model
+
+
+def run(target: Target) -> list[tuple[Tensor, Tensor]]:
+    """Logits and features of a prefill, trees with commits out of order, and a single row."""
+    outputs = [target.prefill(PROMPT, 64)]
+    for rows in ((0, 2, 5), (0, 1, 4, 6), (0,)):
+        outputs.append(target.forward(TREE))
+        target.commit(rows)
+    outputs.append(target.forward(TREE.select(())))
+    assert target.length == len(PROMPT) + 8
+    return [(output.logits.float(), output.hidden.float()) for output in outputs]
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *MORE])
+def test_passes_equal_the_models_own(name: str) -> None:
+    model = made(name)
+    lean, own = Target(model), Target(model, lean=False)
+    assert isinstance(lean._runs, Lean)
+    assert isinstance(own._runs, HuggingFaceForward)
+    for mine, theirs in zip(run(lean), run(own), strict=True):
+        for one, other in zip(mine, theirs):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *MORE])
+def test_in_bfloat16_it_is_as_near_to_the_truth_as_the_models_own(name: str) -> None:
+    model = made(name).to(torch.bfloat16)
+    truth = run(Target(copy.deepcopy(model).float(), lean=False))
+
+    def error(target: Target) -> float:
+        parts = [(one - other).abs().mean() for mine, true in zip(run(target), truth) for one, other in zip(mine, true)]
+        return float(torch.stack(parts).mean())
+
+    assert error(Target(model)) <= 1.25 * error(Target(model, lean=False))
+
+
+def test_a_long_prompt_goes_in_chunks() -> None:
+    model = tiny_model(max_position_embeddings=1024)
+    prompt = [7 + i % 50 for i in range(700)]
+    lean, own = Target(model).prefill(prompt, 710), Target(model, lean=False).prefill(prompt, 710)
+    torch.testing.assert_close(lean.hidden, own.hidden, rtol=1e-4, atol=1e-4)
+
+
+def test_forks_share_weights_and_nothing_else() -> None:
+    target = Target(tiny_model())
+    other = target.fork()
+    assert isinstance(target._runs, Lean)
+    assert isinstance(other._runs, Lean)
+    assert other._runs.weights is target._runs.weights
+    target.prefill(PROMPT, 64)
+    other.prefill(PROMPT[::-1], 64)
+    alone = Target(tiny_model())
+    alone.prefill(PROMPT, 64)
+    torch.testing.assert_close(target.forward(TREE).logits, alone.forward(TREE).logits)
+
+
+def test_what_it_cannot_run_is_refused_and_goes_the_other_way() -> None:
+    odd: dict[str, Any] = {
+        "GPTNeoXForCausalLM": MODELS["gpt-neox"](),
+        "activation is gelu": small(LlamaConfig, hidden_act="gelu"),
+        "of type dynamic": small(
+            LlamaConfig, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        ),
+    }
+    mixed = tiny_model()
+    mixed.model.norm.to(torch.float64)
+    odd["several dtypes"] = mixed
+    hooked = tiny_model()
+    hooked.model.layers[0].register_forward_hook(lambda *_: None)
+    odd["hooks"] = hooked
+    adapted = tiny_model()
+    adapted.model.layers[0].mlp.up_proj = type("Adapted", (nn.Linear,), {})(32, 48, bias=False)
+    odd["quantized or adapted"] = adapted
+    for why, model in odd.items():
+        assert why in (Lean.refusal(model) or ""), why
+        target = Target(model)
+        assert target.why_not_lean == Lean.refusal(model)
+        assert isinstance(target._runs, HuggingFaceForward)
+
+
+def test_a_model_that_does_not_fit_twice_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagle2.lean.available_memory", lambda: 1 << 10)
+    assert "MB are free" in (Lean.refusal(tiny_model()) or "")
+    monkeypatch.setattr("eagle2.lean.available_memory", lambda: None)
+    assert Lean.refusal(tiny_model()) is None
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 64])
+def test_packed_linear_equals_linear(rows: int) -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(96, 40), torch.randn(96), torch.randn(rows, 40)
+    torch.testing.assert_close(packed_linear(weight, bias)(x), nn.functional.linear(x, weight, bias))
+    torch.testing.assert_close(packed_linear(weight)(x), nn.functional.linear(x, weight))
+
+
+def test_weights_are_those_of_the_model_at_that_time() -> None:
+    """A copy is packed: changing the model afterwards does not reach it, making new weights does."""
+    model = tiny_model()
+    before = Target(model)
+    first = before.prefill(PROMPT, 64).logits.clone()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(2)
+    torch.testing.assert_close(before.prefill(PROMPT, 64).logits, first)
+    changed = Target(model).prefill(PROMPT, 64).logits
+    assert (changed - first).abs().max() > 1e-3
+    assert LeanWeights(model).heads == model.config.num_attention_heads
