@@ -50,7 +50,8 @@ STOP_SECONDS = 10.0  # a step takes less
 MAX_STOPPED = 16  # stopped runs kept for sessions that have gone without fetching theirs
 # Errors whose message is meant for a person: bad settings, models that cannot be had, logits that are not numbers.
 USER_ERRORS = (ValueError, RuntimeError, ArithmeticError)
-PAYLOADS_PER_SECOND = 8
+PAYLOADS_PER_SECOND = 5  # each costs time in Gradio and in the browser, which may be on the model's own cores
+YIELD_SECONDS = 0.25  # so soon Gradio learns that Stop was pressed or the tab closed, which it does only at a yield
 MAX_UPLOAD = gallery.MAX_UNPACKED  # a trace that is not packed; the rest is checked where it is opened
 KEEP_FILES_SECONDS = 3600
 STATUS_TEMPLATE = '<p class="e2 status" role="status" data-testid="model-status"></p>'
@@ -376,7 +377,7 @@ class Actions:
     def run(
         self, request: gr.Request, own_run: Own | None, own_file: Own | None, prompt: str, *form: Any
     ) -> Iterator[Sequence[Any]]:
-        """Race, and say at every step so: only at a yield does Gradio learn that the tab was closed or Stop pressed."""
+        """Race, and show how it goes some times a second; in between only what `YIELD_SECONDS` asks for."""
         session = request.session_hash
         update = None
         nothing = gr.skip()
@@ -397,19 +398,22 @@ class Actions:
             clear = player.to_json(player.message("Starting …", kind="clear"))
             hidden = gr.DownloadButton(visible=False)
             yield clear, nothing, nothing, hidden, row, gr.UploadButton(interactive=False), nothing, RACING
-            steps, shown, pause, trace = 0, 0.0, 0.0, None
+            steps, shown, told, pause, trace = 0, 0.0, 0.0, 0.0, None
             with closing(self.host.engine.race(prompt, chosen)) as updates:
                 for update in updates:
                     steps += update.lane == "eagle2" and update.step is not None
                     trace = update.trace
                     began = time.monotonic()
                     if began - shown < pause:
-                        yield nothing, *rest
+                        if began - told >= YIELD_SECONDS:
+                            told = began
+                            yield nothing, *rest
                         continue
                     text = player.to_json(player.live(update, max(steps - 1, 0)))
                     shown = time.monotonic()
                     # Making the picture's data may cost an eighth of the time at most.
                     pause = max(1 / PAYLOADS_PER_SECOND, 7 * (shown - began))
+                    told = shown
                     yield text, *rest
             if trace is None:
                 raise RuntimeError("The run ended without a result.")

@@ -50,7 +50,8 @@ def messages(updates: Iterator[Any]) -> list[dict[str, Any]]:
     return [json.loads(update[0]) for update in updates if isinstance(update[0], str)]
 
 
-def test_a_run_ends_with_the_whole_trace(host: Any, engine: FakeEngine) -> None:
+def test_a_run_ends_with_the_whole_trace(host: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "YIELD_SECONDS", 0.0)  # as where a step takes longer than that
     updates = list(event(host, "run")("Hello", *GOOD.values()))
     kinds = [message["kind"] for message in messages(iter(updates))]
     assert kinds[:2] == ["note", "clear"]
@@ -59,7 +60,7 @@ def test_a_run_ends_with_the_whole_trace(host: Any, engine: FakeEngine) -> None:
     assert engine.prompts == [("Hello", FakeSettings())]
     steps = engine.trace.steps
     assert [step["a"] for step in messages(iter(updates))[-1]["steps"]] == [list(step.accepted) for step in steps]
-    # One yield per decoding step at least: only there does Gradio notice a closed tab.
+    # One yield per (slow) decoding step at least: only there does Gradio notice a closed tab.
     assert len(updates) >= len(steps) + len(engine.trace.autoregressive.step_seconds)  # type: ignore[union-attr]
     file = updates[-1][3].value
     path = file if isinstance(file, str) else file["path"]

@@ -1009,7 +1009,7 @@
 
     function showLive(message) {
       stop();
-      if (state.kind !== "live") { state.height = 0; state.depth = 1; state.open = {}; }
+      if (state.kind !== "live") { lastDraw = -Infinity; state.height = 0; state.depth = 1; state.open = {}; }
       state.kind = "live";
       state.run = null;
       state.link = state.pin = null;
@@ -1032,9 +1032,9 @@
         state.height = Math.max(state.height || 120, place(step, isOpen(step), sizes).height); // grows only, so nothing jumps
         state.depth = Math.max(state.depth || 1, step.maxDepth);
       } else state.steps = [];
-      // Drawing may take a seventh of the time at most: the model may be running on the same cores.
+      // Drawing may take a twelfth of the time at most: the model may be running on the same cores.
       clearTimeout(pending);
-      var wait = lastDraw + Math.min(2000, 6 * drawCost) - performance.now();
+      var wait = lastDraw + Math.min(2000, 11 * drawCost) - performance.now();
       if (wait > 0 && step) {
         pending = setTimeout(function () { if (state.kind === "live") render(false); }, wait);
       } else render(false);
