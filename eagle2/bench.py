@@ -28,6 +28,7 @@ from .engine import Engine, Settings
 from .evaluate import aligned
 from .generate import Prefill, Step, Stops, generate, now
 from .lookup import MAX_DRAFT, PromptLookup
+from .race import first_difference
 from .verify import SamplingParams
 
 QUICK_QUESTIONS = Path(__file__).parent.parent / "assets" / "bench" / "quick.jsonl"
@@ -313,14 +314,6 @@ def measure(
         except KeyboardInterrupt:
             measured.interrupted = True
     return measured
-
-
-def first_difference(ids: Sequence[int], other: Sequence[int]) -> int | None:
-    """Index of the first token that differs, the shorter one's length where one only goes on; None: equal."""
-    for index, (one, two) in enumerate(zip(ids, other)):
-        if one != two:
-            return index
-    return None if len(ids) == len(other) else min(len(ids), len(other))
 
 
 def row(method: str, set_name: str, precision: str, blocks: Sequence[Block]) -> dict[str, Any]:

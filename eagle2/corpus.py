@@ -33,6 +33,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .lean import packed_linear
 from .models import _disk_full, _line, _sync
 from .prompts import long_prompt, templated_prompt
 
@@ -424,11 +425,10 @@ class _PackedLinear(torch.nn.Module):
     def __init__(self, linear: torch.nn.Linear, rows: int) -> None:
         super().__init__()
         self.weight = linear.weight  # what `get_output_embeddings().weight` promises
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
+        self.run = packed_linear(linear.weight, rows=rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
-        return result
+        return self.run(x)
 
 
 def pack_linears(model: Any, rows: int) -> None:

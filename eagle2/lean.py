@@ -24,12 +24,15 @@ CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3F
 Linear = Callable[[Tensor], Tensor]
 
 
-def packed_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """``x [N, in] -> [N, out]``; on CPUs the weight is packed once for oneDNN, which plain ``linear`` does on every call."""
+def packed_linear(weight: Tensor, bias: Tensor | None = None, rows: int = 4) -> Linear:
+    """``x [..., in] -> [..., out]``; on CPUs the weight is packed once for oneDNN, which plain ``linear`` does on every call.
+
+    ``rows``: of the passes that the layout is chosen for; others work too.
+    """
     weight = weight.detach().contiguous()
     if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
         try:
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight, 4)
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
             run = torch.ops.mkldnn._linear_pointwise.default
             run(weight.new_zeros(1, weight.shape[1]), packed, bias, "none", [], "")
         except (RuntimeError, AttributeError, NotImplementedError):
@@ -156,7 +159,7 @@ class Lean:
         size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
         if (free := available_memory()) is not None and 1.2 * size > free:
             return f"its packed weights need {size >> 20} MB, and {free >> 20} MB are free"
-        if any(getattr(model, "_forward_hooks", {})) or any(len(m._forward_hooks) for m in model.modules()):
+        if any(module._forward_hooks for module in model.modules()):
             return "it has forward hooks"
         return None
 

@@ -186,15 +186,18 @@ class Target:
         self.hidden_size = int(self.lm_head.weight.shape[1])
         self.vocab_size = int(self.lm_head.weight.shape[0])
         self.max_length = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 20)
-        self.why_not_lean = Lean.refusal(model) if lean else "it was asked not to"
+        self.why_not_lean: str | None = None
         if runs is None:
+            self.why_not_lean = Lean.refusal(model) if lean else "it was asked not to"
             runs = HuggingFaceForward(model) if self.why_not_lean else Lean(LeanWeights(model))
         self._runs: Forward = runs
         self._pass_rows = 0  # rows of the last pass that are not committed
 
     def fork(self) -> Target:
         """Another sequence with a cache of its own on the same weights."""
-        return Target(self.model, runs=self._runs.fork())
+        other = Target(self.model, runs=self._runs.fork())
+        other.why_not_lean = self.why_not_lean
+        return other
 
     @property
     def length(self) -> int:

@@ -12,11 +12,11 @@ import pytest
 from test_a11y_browser import serious
 from test_player_browser import PLAYER, opened, settled, state
 from test_visual import HOSTILE
-from visual_helpers import GOLDEN, synthetic
+from visual_helpers import GOLDEN, exported, synthetic
 
 from eagle2.trace import StepTrace, Trace
 from visual import lessons, theme, tree
-from visual.player import export_html, payload, to_json
+from visual.player import payload, to_json
 
 pytestmark = pytest.mark.browser
 RUNS = {
@@ -30,14 +30,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Trace, Path]]:
-    folder = tmp_path_factory.mktemp("lessons")
-    made = {}
-    for name, make in RUNS.items():
-        trace = make()
-        path = folder / f"{name}.html"
-        path.write_text(export_html(trace), encoding="utf-8")
-        made[name] = (trace, path)
-    return made
+    return exported(tmp_path_factory.mktemp("lessons"), RUNS)
 
 
 def by(name: str) -> str:

@@ -12,11 +12,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from visual_helpers import GOLDEN, synthetic
+from visual_helpers import GOLDEN, exported, synthetic
 
 from eagle2.trace import Trace
 from visual import theme, tree
-from visual.player import export_html, facts, payload
+from visual.player import facts, payload
 
 pytestmark = pytest.mark.browser
 PLAYER = "[data-testid=player]"
@@ -29,14 +29,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Trace, Path]]:
-    folder = tmp_path_factory.mktemp("player")
-    made = {}
-    for name, make in RUNS.items():
-        trace = make()
-        path = folder / f"{name}.html"
-        path.write_text(export_html(trace), encoding="utf-8")
-        made[name] = (trace, path)
-    return made
+    return exported(tmp_path_factory.mktemp("player"), RUNS)
 
 
 @contextmanager

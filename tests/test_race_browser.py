@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from visual_helpers import GOLDEN, synthetic
+from visual_helpers import GOLDEN, exported, synthetic
 
 from eagle2.trace import Difference, LaneTrace, Trace
 from visual import player, race, theme
@@ -58,14 +58,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Trace, Path]]:
-    folder = tmp_path_factory.mktemp("race")
-    made = {}
-    for name, make in RUNS.items():
-        trace = make()
-        path = folder / f"{name}.html"
-        path.write_text(player.export_html(trace), encoding="utf-8")
-        made[name] = (trace, path)
-    return made
+    return exported(tmp_path_factory.mktemp("race"), RUNS)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_player_browser import opened, settled, state
 from test_visual import HOSTILE
-from visual_helpers import GOLDEN, synthetic
+from visual_helpers import GOLDEN, exported, synthetic
 
 from eagle2.trace import Trace
 from visual import theme, tree, views
@@ -41,14 +41,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Trace, Path]]:
-    folder = tmp_path_factory.mktemp("views")
-    made = {}
-    for name, make in RUNS.items():
-        trace = make()
-        path = folder / f"{name}.html"
-        path.write_text(export_html(trace), encoding="utf-8")
-        made[name] = (trace, path)
-    return made
+    return exported(tmp_path_factory.mktemp("views"), RUNS)
 
 
 def show(page: Any, number: int, phase: str) -> None:

@@ -7,13 +7,14 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from eagle2.race import LaneProgress, RaceUpdate
 from eagle2.trace import Decision, LaneTrace, StepTrace, Trace
+from visual.player import export_html
 
 GOLDEN = Path(__file__).parent / "data" / "trace_v1.json"
 _WORDS = (
@@ -23,6 +24,16 @@ _WORDS = (
     " The| One| morning| fog| rolled| bell| rang| from| beyond| that| there| were| only| gulls|'s| heart| lonely| boat"
 )
 WORDS = _WORDS.split("|")
+
+
+def exported(folder: Path, makes: Mapping[str, Callable[[], Trace]]) -> dict[str, tuple[Trace, Path]]:
+    """Each run and the page of it, written into ``folder``."""
+    made = {}
+    for name, make in makes.items():
+        trace, path = make(), folder / f"{name}.html"
+        path.write_text(export_html(trace), encoding="utf-8")
+        made[name] = (trace, path)
+    return made
 
 
 def in_loop(make: Callable[[], Any]) -> Any:

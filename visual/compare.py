@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from eagle2.trace import StepTrace, Trace
-from visual.theme import plain
+from visual.theme import count, plain
 
 HTML_TEMPLATE = '<div class="e2-compare-host"></div>'  # no data in it: a template is evaluated
 JS_ON_LOAD = """
@@ -107,7 +107,8 @@ def _context(position: int, dynamic: StepTrace, number: int, static: StepTrace, 
 
 
 def _side(step: StepTrace, number: int) -> SideInfo:
-    depths = [step.depths[node] for node in step.kept]
+    every = step.depths
+    depths = [every[node] for node in step.kept]
     return SideInfo(
         step=number,
         layers=tuple(depths.count(depth) for depth in range(1, max(depths, default=0) + 1)),
@@ -156,7 +157,7 @@ def _run(trace: Trace) -> RunInfo:
 def line(side: SideInfo) -> str:
     """What is said under one tree."""
     text = (
-        f"{_count(side.nodes, 'node')} for the target, {side.accepted} accepted, {_count(side.emitted, 'token')} gained"
+        f"{count(side.nodes, 'node')} for the target, {side.accepted} accepted, {count(side.emitted, 'token')} gained"
         f"{' (the output ends there)' if side.emitted <= side.accepted else ''}; sum of values {side.expected:.2f}"
         " (what the head expects to be accepted)."
     )
@@ -169,18 +170,18 @@ def sentence(context: ContextInfo) -> str:
     """The comparison of both trees in one context."""
     dynamic, static = context.dynamic, context.static
     if dynamic.nodes == static.nodes:
-        budget = f"{_count(static.nodes, 'node')} each"
+        budget = f"{count(static.nodes, 'node')} each"
     else:
-        budget = f"{_count(static.nodes, 'node')} in the static tree and {dynamic.nodes} in the dynamic tree"
+        budget = f"{count(static.nodes, 'node')} in the static tree and {dynamic.nodes} in the dynamic tree"
     if context.same:
-        got = f"both trees are equal, and the path got {_count(static.accepted, 'drafted token')}"
+        got = f"both trees are equal, and the path got {count(static.accepted, 'drafted token')}"
     elif dynamic.accepted == static.accepted:
-        got = f"both trees' paths got {_count(static.accepted, 'drafted token')}"
+        got = f"both trees' paths got {count(static.accepted, 'drafted token')}"
     else:
-        got = f"the static tree's path got {_count(static.accepted, 'drafted token')}, the dynamic tree's {dynamic.accepted}"
+        got = f"the static tree's path got {count(static.accepted, 'drafted token')}, the dynamic tree's {dynamic.accepted}"
     text = f"Same context, {budget}: {got}."
     if not context.same and static.layers and dynamic.layers:
-        first, other = _count(static.layers[0], "node"), dynamic.layers[0]
+        first, other = count(static.layers[0], "node"), dynamic.layers[0]
         if static.layers[0] == other:
             text += f" Right after the root both trees have {first}."
         else:
@@ -216,10 +217,6 @@ def rows(compared: CompareInfo) -> tuple[tuple[str, str, str], ...]:
         "different shapes of the tree",
     )
     return tuple(zip(names, *columns))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def message(pairs: Sequence[Pair], payload: Callable[[Trace], Mapping[str, Any]], *, opened: int = 0) -> dict[str, Any]:

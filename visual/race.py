@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import plotly.graph_objects as go
 
 from eagle2.trace import STOPPED, LaneTrace, Trace
-from visual.theme import LIGHT, PALETTES, SANS, Palette, glyphs, isolate, plain
+from visual.theme import LIGHT, PALETTES, SANS, Palette, count, glyphs, isolate, plain
 
 LAYERS = ("autoregressive", "eagle2", "clock", "now-autoregressive", "now-eagle2")
 NAMES = {"eagle2": "EAGLE-2", "autoregressive": "Autoregressive"}
@@ -354,7 +354,7 @@ def summary(trace: Trace, rows: tuple[LedgerRow, ...]) -> str:
     if not told:
         return "The autoregressive lane is too short to compare any step with."
     words = [_verdict(saved) for saved in told]
-    text = f"{words.count('saved')} of {_count(len(told), 'step')} saved time, {words.count('lost')} lost"
+    text = f"{words.count('saved')} of {count(len(told), 'step')} saved time, {words.count('lost')} lost"
     if "even" in words:
         text += f", {words.count('even')} even"
     in_all = sum(told)
@@ -426,7 +426,7 @@ def difference(trace: Trace) -> DifferenceInfo:
     if trace.equal:
         if STOPPED in (trace.finish_reason, lane.finish_reason):
             said = (
-                f"The run was stopped; the {_count(both, 'token id')} that both lanes had reached, compared one by one"
+                f"The run was stopped; the {count(both, 'token id')} that both lanes had reached, compared one by one"
             )
             said += ", are equal." if both != 1 else ", is equal."
         else:
@@ -504,12 +504,8 @@ def _temperature(trace: Trace) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0  # an uploaded trace may hold anything
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def _tokens(number: int) -> str:
-    return _count(number, "token")
+    return count(number, "token")
 
 
 def _duration(seconds: float) -> str:

@@ -178,6 +178,11 @@ def probability(value: float) -> str:
     return f"{value:.4f}" if value >= 0.001 or value == 0 else digits(value)
 
 
+def count(number: int, noun: str) -> str:
+    """``1 token``, ``2 tokens``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def ink_on(color: str) -> str:
     """Black or white, whichever reads better on ``#rrggbb``; `player.js` does the same."""
     red, green, blue = bytes.fromhex(color[1:])
