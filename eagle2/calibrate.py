@@ -20,7 +20,7 @@ from . import __version__
 from .cost import CostError, CostModel
 from .eagle import DraftVocabulary, EagleDrafter, TreeSettings
 from .generate import now
-from .head import EagleHead
+from .head import DraftHead
 from .models import cache_dir
 from .target import Target
 from .tree import DraftTree
@@ -54,7 +54,7 @@ class Measured(NamedTuple):
 
 
 def calibrate(
-    target: Target, head: EagleHead, vocabulary: DraftVocabulary | None = None, *, budget: float = 3.0,
+    target: Target, head: DraftHead, vocabulary: DraftVocabulary | None = None, *, budget: float = 3.0,
     clock: Callable[[], float] | None = None,
 ) -> Measured:  # fmt: skip
     """Measure within about ``budget`` seconds: the least of interleaved rounds after a warm-up.
@@ -103,7 +103,7 @@ class _Bench:
     """One sequence of about `CONTEXT` committed tokens, and the passes to be timed on it."""
 
     def __init__(
-        self, target: Target, head: EagleHead, vocabulary: DraftVocabulary, clock: Callable[[], float]
+        self, target: Target, head: DraftHead, vocabulary: DraftVocabulary, clock: Callable[[], float]
     ) -> None:
         self.target, self.head, self.vocabulary, self.clock = target, head, vocabulary, clock
         self.width_limit = vocabulary.size

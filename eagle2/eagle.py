@@ -10,11 +10,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from .cost import CostModel, Size, TreePlanner
 from .draft import Proposal
-from .head import EagleHead
+from .head import DraftHead
+from .lean import packed_linear
 from .target import Target
 from .tree import DraftTree, rerank
 from .verify import check_finite
@@ -116,17 +116,19 @@ class DraftVocabulary:
             token_ids = None
         self.token_ids = None if token_ids is None else token_ids.to(target.device)
         self.size = target.vocab_size if token_ids is None else len(token_ids)
-        self._rows: tuple[Tensor, Tensor | None] | None = None  # weight [v, H], bias [v]
+        self._linear = target.packed_lm_head if self.token_ids is None else None
         # Rows can be taken of a plain linear map only; another kind of LM head may do more, so it runs as it is.
         if self.token_ids is not None and type(self.lm_head) is nn.Linear:
             weight, bias = self.lm_head.weight.detach(), self.lm_head.bias
-            self._rows = weight[self.token_ids], None if bias is None else bias.detach()[self.token_ids]
+            self._linear = packed_linear(
+                weight[self.token_ids], None if bias is None else bias.detach()[self.token_ids]
+            )
 
     def logits(self, features: Tensor) -> Tensor:
         """Float32 ``[n, size]`` for the head's outputs ``[n, H]``; column j is the token ``target_ids(j)``."""
         features = features.to(self.dtype)
-        if self._rows is not None:
-            return F.linear(features, *self._rows).float()
+        if self._linear is not None:
+            return self._linear(features).float()
         logits: Tensor = self.lm_head(features)
         return (logits if self.token_ids is None else logits[..., self.token_ids]).float()
 
@@ -136,7 +138,7 @@ class DraftVocabulary:
 
 
 class EagleDrafter:
-    """Grows a draft tree with an `EagleHead` over the target's features.
+    """Grows a draft tree with an EAGLE head over the target's features.
 
     ``vocabulary`` (default: of the head's ``draft_token_ids``) can be shared by all drafters on the same weights.
     Trees hold ids of the target's vocabulary, whatever is drafted.  Automatic settings need ``costs``; a `TreePlanner` then
@@ -148,7 +150,7 @@ class EagleDrafter:
     needs_hidden = True
 
     def __init__(
-        self, head: EagleHead, target: Target, settings: TreeSettings, vocabulary: DraftVocabulary | None = None,
+        self, head: DraftHead, target: Target, settings: TreeSettings, vocabulary: DraftVocabulary | None = None,
         costs: CostModel | None = None,
     ) -> None:  # fmt: skip
         if settings.automatic and costs is None:
@@ -270,7 +272,7 @@ class EagleDrafter:
         device = self.target.device
         following = torch.tensor([*ids[1:], root], device=device)  # the token after each feature
         positions = torch.arange(start, start + n, device=device)
-        visible = torch.ones(n, start + n, dtype=torch.bool, device=device).tril(start)
+        visible = torch.ones(n, n, dtype=torch.bool, device=device).tril()
         output = self._run(following, hidden, positions, visible)
         self._cache.commit()
         return output[-1:]
@@ -281,32 +283,30 @@ class EagleDrafter:
     ) -> Tensor:  # fmt: skip
         """One pass over a layer's selected nodes under the tree mask; returns the head's outputs ``[fed, H]``."""
         device = self.target.device
-        committed, before = self._cache.length, self._cache.rows
-        visible = torch.zeros(len(fed), committed + before + len(fed), dtype=torch.bool)
-        visible[:, :committed] = True
+        before = self._cache.rows
+        visible = []
         for row, node in enumerate(fed):
             cache_row[node] = before + row
+            seen = [False] * (before + len(fed))
             at = node
             while at:  # the node itself and its drafted ancestors; the root's pair is the last committed row
-                visible[row, committed + cache_row[at]] = True
+                seen[cache_row[at]] = True
                 at = parents[at]
+            visible.append(seen)
         outputs = self._run(
             torch.tensor([tokens[node] for node in fed], device=device),
             torch.stack([features[parents[node]] for node in fed]),
             torch.full((len(fed),), position, device=device),
-            visible.to(device),
+            torch.tensor(visible, device=device),
         )
         for row, node in enumerate(fed):
             features[node] = outputs[row]
         return outputs
 
     def _run(self, token_ids: Tensor, features: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        dtype = self.head.fc.weight.dtype
+        dtype = self.head.dtype
         embeds = self.target.embed(token_ids).to(dtype)
-        output: Tensor = self.head(
-            embeds[None], features.to(dtype)[None], positions[None], visible[None, None], self._cache
-        )[0]
-        return output
+        return self.head.step(embeds, features.to(dtype), positions, visible, self._cache)
 
     def _log_probs(self, outputs: Tensor) -> Tensor:
         """Draft log probabilities ``[n, v]`` in float32, of the drafted vocabulary."""

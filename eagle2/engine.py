@@ -18,7 +18,8 @@ from .cost import CostModel, Size
 from .draft import Drafter, RootOnly
 from .eagle import DraftVocabulary, EagleDrafter, TreeSettings
 from .generate import Prefill, Step, Stops, generate
-from .head import EagleHead
+from .head import DraftHead, EagleHead
+from .lean import LeanHead
 from .race import RaceUpdate, RunRecorder, race
 from .target import Target
 from .trace import Trace
@@ -93,6 +94,9 @@ class Engine:
     ) -> None:  # fmt: skip
         self.target = Target(model)
         self.tokenizer, self.head, self.name, self.head_name = tokenizer, head, name, head_name
+        # On the same blocks as the target, where these run it.
+        lean_head = self.target.why_not_lean is None and LeanHead.refusal(head) is None
+        self._draft_head: DraftHead = LeanHead(head) if lean_head else head
         self.vocabulary = DraftVocabulary(self.target, None if full_vocabulary else head.draft_token_ids)
         eos = model.generation_config.eos_token_id
         if eos is None:
@@ -157,13 +161,13 @@ class Engine:
             if not self._may_measure:
                 raise ValueError("an automatic tree needs a cost model, and this engine was loaded without one")
             key = machine_key(self.target, self.vocabulary, name=self.name, head_name=self.head_name)
-            self.costs = calibrated(key, lambda: calibrate(self.target, self.head, self.vocabulary), force=force)
+            self.costs = calibrated(key, lambda: calibrate(self.target, self._draft_head, self.vocabulary), force=force)
         return self.costs
 
     def drafter(self, settings: Settings, target: Target) -> EagleDrafter:
         tree = settings.tree_settings
         return EagleDrafter(
-            self.head, target, tree, self.vocabulary, costs=self.calibrate() if tree.automatic else None
+            self._draft_head, target, tree, self.vocabulary, costs=self.calibrate() if tree.automatic else None
         )
 
     def run(self, prompt_ids: list[int], settings: Settings, *, drafted: bool = True) -> Iterator[Prefill | Step]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -124,15 +124,19 @@ class HeadCache:
     def capacity(self) -> int:
         return self.keys.shape[2]
 
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def take(self, count: int) -> slice:
+        """The next ``count`` rows, to be written; ValueError where there is no room for them."""
         start = self.length + self.rows
-        end = start + keys.shape[2]
-        if end > self.capacity:
-            raise ValueError(f"the draft head's KV cache has {self.capacity} rows, this pass needs {end}")
-        self.keys[:, :, start:end] = keys
-        self.values[:, :, start:end] = values
-        self.rows += keys.shape[2]
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        if start + count > self.capacity:
+            raise ValueError(f"the draft head's KV cache has {self.capacity} rows, this pass needs {start + count}")
+        self.rows += count
+        return slice(start, start + count)
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        new = self.take(keys.shape[2])
+        self.keys[:, :, new] = keys
+        self.values[:, :, new] = values
+        return self.keys[:, :, : new.stop], self.values[:, :, : new.stop]
 
     def commit(self) -> None:
         """Make the rows behind the prefix part of it."""
@@ -142,6 +146,20 @@ class HeadCache:
     def drop_rows(self) -> None:
         """Forget the tree's rows."""
         self.rows = 0
+
+
+class DraftHead(Protocol):
+    """What a drafter needs of a head: an `EagleHead`, or the same head on the lean blocks (`eagle2.lean`)."""
+
+    draft_token_ids: Tensor | None
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def new_cache(self, capacity: int) -> HeadCache: ...
+
+    def step(self, embeds: Tensor, features: Tensor, positions: Tensor, visible: Tensor, cache: HeadCache) -> Tensor:
+        """See `EagleHead.step`."""
 
 
 class _Attention(nn.Module):
@@ -229,6 +247,14 @@ class EagleHead(nn.Module):
         self.draft_token_ids = token_ids
         return self
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def rotary_module(self) -> LlamaRotaryEmbedding:
+        return self._rotary[0]
+
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[B, S, D]`` for ``positions [B, S]``."""
         if self._rotary[0].inv_freq.device != positions.device:
@@ -256,6 +282,15 @@ class EagleHead(nn.Module):
         if cache is not None:
             keys, values = cache.append(keys, values)
         return layer.finish(x, layer.self_attn.attend(queries, keys, values, mask))
+
+    def step(self, embeds: Tensor, features: Tensor, positions: Tensor, visible: Tensor, cache: HeadCache) -> Tensor:
+        """`forward` for one sequence: ``embeds``, ``features [n, H]``, ``positions [n]`` -> ``[n, H]``.
+
+        ``visible [n, rows + n]`` covers the cache's rows that are not committed, and this pass's; all see the committed.
+        """
+        mask = torch.cat((visible.new_ones(len(visible), cache.length), visible), -1)
+        result: Tensor = self(embeds[None], features[None], positions[None], mask[None, None], cache)[0]
+        return result
 
     def new_cache(self, capacity: int) -> HeadCache:
         return HeadCache(self.config, capacity, self.fc.weight.device, self.fc.weight.dtype)

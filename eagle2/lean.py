@@ -3,7 +3,8 @@
 It takes the weights of a loaded Llama, Mistral (without sliding window), Qwen2 or Qwen3 and runs one sequence: fused
 query-key-value and gate-up products, grouped-query attention without repeated keys, rotary embedding as one complex
 product, a preallocated KV cache that commits all layers at once, and on CPUs oneDNN's packed weights.  `Lean.refusal`
-says which models it cannot run; those go through the generic adapter in `eagle2.target`.
+says which models it cannot run; those go through the generic adapter in `eagle2.target`.  `LeanHead` runs an `EagleHead`
+on the same blocks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from .head import EagleHead, HeadCache
 
 ROPE_TYPES = ("default", "linear", "llama3")  # angles that depend on the position alone
 CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -54,7 +57,7 @@ def available_memory() -> int | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
-    attention_norm: Tensor
+    attention_norm: Tensor | None  # None: the layer has no norm before its attention, as EAGLE's
     qkv: Linear
     out: Linear
     query_norm: Tensor | None  # per head, of Qwen3; permuted as the rows of `qkv`
@@ -71,28 +74,19 @@ def _pairs(width: int, heads: int) -> Tensor:
     return (torch.arange(heads)[:, None] * size + one).reshape(-1)
 
 
-class LeanWeights:
-    """The weights of one model, fused and packed; shared by all sequences that run on it."""
+class _Blocks:
+    """Decoder layers with fused and packed weights, and the rotations of their positions."""
 
-    def __init__(self, model: Any) -> None:
-        config = model.config.get_text_config()
-        base = model.base_model
-        self.heads: int = config.num_attention_heads
-        self.kv_heads: int = getattr(config, "num_key_value_heads", None) or self.heads
-        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        self.eps: float = config.rms_norm_eps
-        self.embedding: Tensor = model.get_input_embeddings().weight
-        self.dtype, self.device = self.embedding.dtype, self.embedding.device
-        self.final_norm: Tensor = base.norm.weight
-        head = model.get_output_embeddings()
-        self.lm_head = packed_linear(head.weight, head.bias)
-        self.layers = [self._layer(layer) for layer in base.layers]
-        self._rotary = base.rotary_emb
+    def __init__(
+        self, layers: Sequence[Any], rotary: Any, *, heads: int, kv_heads: int, head_dim: int, eps: float
+    ) -> None:
+        self.heads, self.kv_heads, self.head_dim, self.eps = heads, kv_heads, head_dim, eps
+        self.layers = [self._layer(layer) for layer in layers]
+        self._rotary = rotary
         self._turns = torch.empty(0)
 
-    def _layer(self, layer: nn.Module) -> _Layer:
-        attention: Any = layer.self_attn
-        mlp: Any = layer.mlp
+    def _layer(self, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
         q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
         q_rows = _pairs(q.weight.shape[0], self.heads)
         k_rows = _pairs(k.weight.shape[0], self.kv_heads)
@@ -101,14 +95,15 @@ class LeanWeights:
             biases = torch.cat((q.bias[q_rows], k.bias[k_rows], v.bias)).detach()
         norm_rows = _pairs(self.head_dim, 1)
         query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        input_norm = getattr(layer, "input_layernorm", None)
         gate, up = mlp.gate_proj, mlp.up_proj
         return _Layer(
-            attention_norm=layer.input_layernorm.weight.detach(),  # type: ignore[union-attr, operator]
+            attention_norm=None if input_norm is None else input_norm.weight.detach(),
             qkv=packed_linear(torch.cat((q.weight[q_rows], k.weight[k_rows], v.weight)), biases),
             out=packed_linear(attention.o_proj.weight, attention.o_proj.bias),
             query_norm=None if query_norm is None else query_norm.weight.detach()[norm_rows],
             key_norm=None if key_norm is None else key_norm.weight.detach()[norm_rows],
-            mlp_norm=layer.post_attention_layernorm.weight.detach(),  # type: ignore[union-attr, operator]
+            mlp_norm=layer.post_attention_layernorm.weight.detach(),
             gate_up=packed_linear(
                 torch.cat((gate.weight, up.weight)),
                 None if gate.bias is None else torch.cat((gate.bias, up.bias)).detach(),
@@ -118,13 +113,77 @@ class LeanWeights:
 
     def turns(self, positions: Tensor) -> Tensor:
         """Rotations ``[N, 1, D/2]``, complex64, for ``positions [N]``."""
-        reach = int(positions.max()) + 1 if positions.device.type == "cpu" else 0
+        reach = int(positions.max()) + 1
         if reach > len(self._turns):
-            every = torch.arange(max(256, 2 * reach), device=self.device)
-            cos, sin = self._rotary(torch.empty(0, dtype=torch.float32, device=self.device), every[None])
+            every = torch.arange(max(256, 2 * reach))
+            cos, sin = self._rotary(torch.empty(0, dtype=torch.float32), every[None])
             half = self.head_dim // 2
             self._turns = torch.complex(cos[0, :, :half], sin[0, :, :half])
         return self._turns[positions][:, None]
+
+    def mask(self, visible: Tensor, total: int, dtype: torch.dtype) -> Tensor | None:
+        """Additive ``[groups * N, total]`` for ``visible [N, T]``, the newest T of ``total`` rows; the others are seen by all.
+
+        None where a single row sees everything.  Queries that share a key head are stacked, so that the keys need not be
+        repeated.
+        """
+        n, newest = visible.shape
+        if newest == 1:
+            return None
+        rows = torch.zeros(n, total, dtype=dtype)
+        rows[:, total - newest :].masked_fill_(~visible, torch.finfo(dtype).min)
+        return rows.repeat(self.heads // self.kv_heads, 1)
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+
+    def run(
+        self, layer: _Layer, x: Tensor, turns: Tensor, mask: Tensor | None, keys: Tensor, values: Tensor, start: int
+    ) -> Tensor:
+        """One layer over ``x [N, H]``; writes its rows into ``keys``, ``values [kv_heads, capacity, D]`` from ``start``."""
+        n, end = len(x), start + len(x)
+        split = self.heads + self.kv_heads
+        h = layer.qkv(x if layer.attention_norm is None else self.norm(x, layer.attention_norm))
+        h = h.view(n, -1, self.head_dim)
+        turned = h[:, :split]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            turned = torch.cat(
+                (
+                    self.norm(turned[:, : self.heads], layer.query_norm),
+                    self.norm(turned[:, self.heads :], layer.key_norm),
+                ),
+                1,
+            )
+        turned = _turn(turned, turns)
+        keys[:, start:end] = turned[:, self.heads :].transpose(0, 1)
+        values[:, start:end] = h[:, split:].transpose(0, 1)
+        # [N, heads, D] -> [1, kv_heads, groups * N, D]
+        queries = turned[:, : self.heads].transpose(0, 1).reshape(1, self.kv_heads, -1, self.head_dim)
+        seen = F.scaled_dot_product_attention(queries, keys[None, :, :end], values[None, :, :end], attn_mask=mask)
+        x = x + layer.out(seen.view(self.heads, n, self.head_dim).transpose(0, 1).reshape(n, -1))
+        gate, up = layer.gate_up(self.norm(x, layer.mlp_norm)).chunk(2, -1)
+        return x + layer.down(F.silu(gate).mul_(up))
+
+
+class LeanWeights(_Blocks):
+    """The weights of one model, fused and packed; shared by all sequences that run on it."""
+
+    def __init__(self, model: Any) -> None:
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads
+        super().__init__(
+            model.base_model.layers,
+            model.base_model.rotary_emb,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            eps=config.rms_norm_eps,
+        )
+        self.embedding: Tensor = model.get_input_embeddings().weight
+        self.dtype = self.embedding.dtype
+        self.final_norm: Tensor = model.base_model.norm.weight
+        head = model.get_output_embeddings()
+        self.lm_head = packed_linear(head.weight, head.bias)
 
 
 class Lean:
@@ -152,6 +211,8 @@ class Lean:
             return "its weights lie on several devices"
         if any(type(module) is not nn.Linear for name, module in model.named_modules() if name.endswith("_proj")):
             return "its linear layers are quantized or adapted"
+        if type(model.get_output_embeddings()) is not nn.Linear:
+            return f"its LM head is a {type(model.get_output_embeddings()).__name__}"
         if any(parameter.dtype != parameters[0].dtype for parameter in parameters):
             return "its weights have several dtypes"
         if parameters[0].device.type != "cpu":
@@ -171,56 +232,69 @@ class Lean:
         if self.capacity < capacity:
             w = self.weights
             self.capacity = capacity
-            self._kv = torch.empty(len(w.layers), 2, w.kv_heads, capacity, w.head_dim, dtype=w.dtype, device=w.device)
+            self._kv = torch.empty(len(w.layers), 2, w.kv_heads, capacity, w.head_dim, dtype=w.dtype)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Move the given rows of the last pass to the end of the prefix, in all layers at once."""
         end = self.length + len(rows)
         if list(rows) != list(range(len(rows))):
-            index = torch.tensor(rows, device=self._kv.device) + self.length
+            index = torch.tensor(rows) + self.length
             self._kv[..., self.length : end, :] = self._kv.index_select(3, index)
         self.length = end
 
     def forward(
-        self, token_ids: Tensor, visible: Tensor, positions: Tensor, *, want_logits: bool
+        self, token_ids: Tensor, visible: Tensor, positions: Tensor, *, logit_rows: int
     ) -> tuple[Tensor | None, Tensor]:
-        """``token_ids [N]``, ``visible [N, N]`` among this pass's rows -> logits ``[N, V]`` and hidden ``[N, H]``."""
+        """``token_ids [N]``, ``visible [N, N]`` -> logits of the last ``logit_rows`` rows and hidden ``[N, H]``."""
         w = self.weights
-        n, start, end = len(token_ids), self.length, self.length + len(token_ids)
-        groups = w.heads // w.kv_heads
         x = F.embedding(token_ids, w.embedding)
-        turns = w.turns(positions)
-        mask = None
-        if n > 1:
-            rows = torch.zeros(n, end, dtype=w.dtype, device=w.device)
-            rows[:, start:].masked_fill_(~visible.to(w.device), torch.finfo(w.dtype).min)
-            # Queries that share a key head are stacked, so that the keys need not be repeated.
-            mask = rows.repeat(groups, 1)
-        for layer, kv in zip(w.layers, self._kv):
-            h = layer.qkv(self._norm(x, layer.attention_norm)).view(n, -1, w.head_dim)
-            turned = h[:, : w.heads + w.kv_heads]
-            if layer.query_norm is not None and layer.key_norm is not None:
-                turned = torch.cat(
-                    (
-                        self._norm(turned[:, : w.heads], layer.query_norm),
-                        self._norm(turned[:, w.heads :], layer.key_norm),
-                    ),
-                    1,
-                )
-            turned = _turn(turned, turns)
-            kv[0, :, start:end] = turned[:, w.heads :].transpose(0, 1)
-            kv[1, :, start:end] = h[:, w.heads + w.kv_heads :].transpose(0, 1)
-            # [N, heads, D] -> [1, kv_heads, groups * N, D]
-            queries = turned[:, : w.heads].transpose(0, 1).reshape(1, w.kv_heads, groups * n, w.head_dim)
-            seen = F.scaled_dot_product_attention(queries, kv[None, 0, :, :end], kv[None, 1, :, :end], attn_mask=mask)
-            x = x + layer.out(seen.view(w.heads, n, w.head_dim).transpose(0, 1).reshape(n, -1))
-            gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
-            x = x + layer.down(F.silu(gate) * up)
-        hidden = self._norm(x, w.final_norm)
-        return w.lm_head(hidden) if want_logits else None, hidden
+        turns, mask = w.turns(positions), w.mask(visible, self.length + len(token_ids), w.dtype)
+        for layer, (keys, values) in zip(w.layers, self._kv):
+            x = w.run(layer, x, turns, mask, keys, values, self.length)
+        hidden = w.norm(x, w.final_norm)
+        return w.lm_head(hidden[-logit_rows:]) if logit_rows else None, hidden
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.weights.eps)
+
+class LeanHead:
+    """An `EagleHead` on the lean blocks: the same features from the same calls, sooner.  Its weights are copied."""
+
+    def __init__(self, head: EagleHead) -> None:
+        config = head.config
+        self.config, self.draft_token_ids = config, head.draft_token_ids
+        self.dtype: torch.dtype = head.dtype
+        self._blocks = _Blocks(
+            list(head.layers),
+            head.rotary_module,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+        )
+        self._join = packed_linear(head.fc.weight, head.fc.bias)
+
+    @staticmethod
+    def refusal(head: EagleHead) -> str | None:
+        """Why this head must run as it is; None where the lean blocks can run it."""
+        if head.fc.weight.device.type != "cpu":
+            return f"it is on {head.fc.weight.device.type}"
+        rope = head.config.rope.get("rope_type", "default")
+        if rope not in ROPE_TYPES:
+            return f"its rotary embedding is of type {rope}"
+        if any(type(module) is not nn.Linear for name, module in head.named_modules() if name.endswith("_proj")):
+            return "its linear layers are quantized or adapted"
+        return None
+
+    def new_cache(self, capacity: int) -> HeadCache:
+        return HeadCache(self.config, capacity, torch.device("cpu"), self.dtype)
+
+    def step(self, embeds: Tensor, features: Tensor, positions: Tensor, visible: Tensor, cache: HeadCache) -> Tensor:
+        """As `EagleHead.step`."""
+        blocks, start = self._blocks, cache.length + cache.rows
+        cache.take(len(embeds))
+        keys, values = cache.keys[0], cache.values[0]
+        x = self._join(torch.cat((embeds, features), -1))
+        mask = blocks.mask(visible, start + len(embeds), self.dtype)
+        return blocks.run(blocks.layers[0], x, blocks.turns(positions), mask, keys, values, start)
 
 
 def _turn(x: Tensor, turns: Tensor) -> Tensor:
@@ -229,4 +303,4 @@ def _turn(x: Tensor, turns: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 
-__all__ = ["CLASSES", "Lean", "LeanWeights", "available_memory", "packed_linear"]
+__all__ = ["CLASSES", "Lean", "LeanHead", "LeanWeights", "available_memory", "packed_linear"]

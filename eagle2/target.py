@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .lean import Lean, LeanWeights
+from .lean import Lean, LeanWeights, Linear
 from .tree import DraftTree
 
 PREFILL_CHUNK = 256  # rows of the prompt in one pass; bounds the memory of masks and activations
@@ -100,9 +100,9 @@ class Forward(Protocol):
         """Forget the sequence; make room for ``capacity`` rows where there is less."""
 
     def forward(
-        self, token_ids: Tensor, visible: Tensor, positions: Tensor, *, want_logits: bool
+        self, token_ids: Tensor, visible: Tensor, positions: Tensor, *, logit_rows: int
     ) -> tuple[Tensor | None, Tensor]:
-        """``token_ids [N]`` -> logits ``[N, V]`` (None unless wanted) and hidden ``[N, H]``.
+        """``token_ids [N]`` -> logits of the last ``logit_rows`` or more rows (None: of 0) and hidden ``[N, H]``.
 
         ``visible [N, N]`` is the mask among the rows of this pass; the prefix is visible to all of them.
         """
@@ -143,7 +143,7 @@ class HuggingFaceForward:
             layer.keep(rows)
 
     def forward(
-        self, token_ids: Tensor, visible: Tensor, positions: Tensor, *, want_logits: bool
+        self, token_ids: Tensor, visible: Tensor, positions: Tensor, *, logit_rows: int
     ) -> tuple[Tensor | None, Tensor]:
         n = len(token_ids)
         mask = torch.zeros(n, self.length + n, dtype=self.dtype, device=self.device)
@@ -155,7 +155,7 @@ class HuggingFaceForward:
             "cache": self._cache,
             "use_cache": True,
         }
-        if not want_logits:
+        if not logit_rows:
             hidden: Tensor = self.model.base_model(**arguments).last_hidden_state
             return None, hidden[0]
         # The LM head's input is by definition the feature that its logits come from, whatever the architecture does
@@ -204,6 +204,11 @@ class Target:
         """Tokens whose KV are committed."""
         return self._runs.length
 
+    @property
+    def packed_lm_head(self) -> Linear | None:
+        """The LM head with packed weights, where the lean forward has made one."""
+        return self._runs.weights.lm_head if isinstance(self._runs, Lean) else None
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's own token embeddings ``[..., H]``."""
         result: Tensor = self.model.get_input_embeddings()(token_ids)
@@ -238,7 +243,7 @@ class Target:
             causal = torch.ones(len(chunk), len(chunk), dtype=torch.bool, device=self.device).tril()
             positions = torch.arange(start, start + len(chunk), device=self.device)
             last = start + len(chunk) == len(token_ids)
-            logits, rows = self._forward(chunk, causal, positions, want_logits=last)
+            logits, rows = self._forward(chunk, causal, positions, logit_rows=int(last))
             hidden.append(rows)
             self.commit(range(len(chunk)))
         assert logits is not None  # of the last chunk
@@ -251,7 +256,7 @@ class Target:
         Position id = prefix length + depth.  Nothing is committed.
         """
         depths = torch.tensor(tree.depths, device=self.device)
-        logits, hidden = self._forward(tree.token_ids, tree.ancestor_mask(), self.length + depths, want_logits=True)
+        logits, hidden = self._forward(tree.token_ids, tree.ancestor_mask(), self.length + depths, logit_rows=len(tree))
         assert logits is not None
         return TargetOutput(logits, hidden)
 
@@ -264,13 +269,13 @@ class Target:
         self._pass_rows = 0
 
     def _forward(
-        self, token_ids: Tensor, visible: Tensor, positions: Tensor, *, want_logits: bool
+        self, token_ids: Tensor, visible: Tensor, positions: Tensor, *, logit_rows: int
     ) -> tuple[Tensor | None, Tensor]:
         needed = self.length + len(token_ids)
         if needed > self._runs.capacity:
             raise ValueError(f"the KV cache has {self._runs.capacity} rows, this pass needs {needed}")
         self._pass_rows = len(token_ids)
-        return self._runs.forward(token_ids, visible, positions, want_logits=want_logits)
+        return self._runs.forward(token_ids, visible, positions, logit_rows=logit_rows)
 
 
 def _check_supported(model: Any) -> None:

@@ -212,7 +212,7 @@ def test_reduced_logits_are_the_lm_heads_own_columns(kind: str) -> None:
 def test_a_reduced_run_does_not_touch_the_other_rows() -> None:
     """Else it would cost what the full vocabulary costs."""
     model = tiny_model()
-    target = Target(model)
+    target = Target(model, lean=False)
     vocabulary = DraftVocabulary(target, torch.tensor([4, 5, 6]))
     calls: list[Any] = []
     target.lm_head.register_forward_hook(lambda *_: calls.append(1))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from eagle2.lean import Lean, LeanWeights, packed_linear
+from eagle2.head import DraftHead, EagleHead, HeadConfig
+from eagle2.lean import Lean, LeanHead, LeanWeights, packed_linear
 from eagle2.target import HuggingFaceForward, Target
 from tests.test_target import MODELS, PROMPT, TREE, small
-from tests.tiny import tiny_model
+from tests.tiny import tiny_head, tiny_model
 
 FAMILIES = [name for name in MODELS if name != "gpt-neox"]
 LLAMA3 = {
@@ -109,6 +112,9 @@ def test_what_it_cannot_run_is_refused_and_goes_the_other_way() -> None:
     adapted = tiny_model()
     adapted.model.layers[0].mlp.up_proj = type("Adapted", (nn.Linear,), {})(32, 48, bias=False)
     odd["quantized or adapted"] = adapted
+    capped = tiny_model(tie_word_embeddings=False)
+    capped.lm_head = type("Capped", (nn.Linear,), {})(32, 96, bias=False)
+    odd["LM head is a Capped"] = capped
     for why, model in odd.items():
         assert why in (Lean.refusal(model) or ""), why
         target = Target(model)
@@ -142,3 +148,65 @@ def test_weights_are_those_of_the_model_at_that_time() -> None:
     changed = Target(model).prefill(PROMPT, 64).logits
     assert (changed - first).abs().max() > 1e-3
     assert LeanWeights(model).heads == model.config.num_attention_heads
+
+
+# --- the draft head on the same blocks --------------------------------------------------------------------------------
+
+
+def biased_head() -> EagleHead:
+    """A head with all that official ones may have: biases of ``fc`` and of the attention, several key heads."""
+    config = replace(HeadConfig.for_target(tiny_model().config), fc_bias=True, attention_bias=True)
+    torch.manual_seed(2)
+    head = EagleHead(config).eval().requires_grad_(False)
+    nn.init.normal_(head.layers[0].post_attention_layernorm.weight, 1.0, 0.2)  # type: ignore[union-attr, arg-type]
+    return head
+
+
+@pytest.mark.parametrize("make", [lambda: tiny_head(tiny_model()), biased_head], ids=["plain", "biases"])
+def test_the_lean_head_equals_the_head(make: Callable[[], EagleHead]) -> None:
+    """Prompt, a layer of a tree whose rows do not see each other, the next layer, one row that does not see its siblings."""
+    head = make()
+    heads: list[DraftHead] = [head, LeanHead(head)]
+    caches = [each.new_cache(64) for each in heads]
+    generator = torch.Generator().manual_seed(0)
+    eye = torch.eye(3, dtype=torch.bool)
+    sees = [torch.ones(5, 5, dtype=torch.bool).tril(), eye, torch.cat((eye[[0, 0, 2]], eye), 1)]
+    sees.append(torch.tensor([[True] + [False] * 2 + [True] + [False] * 2 + [True]]))
+    for number, visible in enumerate(sees):
+        n = len(visible)
+        inputs = torch.randn(2, n, 32, generator=generator)
+        positions = torch.arange(n) if number == 0 else torch.full((n,), 4 + number)
+        one, other = (each.step(*inputs, positions, visible, cache) for each, cache in zip(heads, caches))
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert (other[0] - head.fc(torch.cat((*inputs,), -1))[0]).abs().max() > 1e-2, "the layer does something"
+        if number == 0:
+            for cache in caches:
+                cache.commit()
+    with pytest.raises(ValueError, match="64 rows"):
+        heads[1].step(torch.zeros(80, 32), torch.zeros(80, 32), torch.arange(80), torch.ones(80, 80).bool(), caches[1])
+
+
+def test_heads_that_the_lean_blocks_cannot_run_are_refused() -> None:
+    config = HeadConfig.for_target(tiny_model().config)
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    for why, odd in {
+        "of type dynamic": EagleHead(replace(config, rope=dynamic)),
+        "is on meta": EagleHead(config).to("meta"),
+    }.items():
+        assert why in (LeanHead.refusal(odd) or ""), why
+    assert LeanHead.refusal(EagleHead(config)) is None
+
+
+def test_after_the_prompt_only_the_last_rows_logits_are_computed() -> None:
+    target = Target(tiny_model())
+    own = Target(tiny_model(), lean=False)
+    assert target.prefill(PROMPT, 64).logits.shape == own.prefill(PROMPT, 64).logits.shape == (1, 96)
+    runs = target._runs
+    runs.reset(64)
+    n = len(PROMPT)
+    causal = torch.ones(n, n, dtype=torch.bool).tril()
+    with torch.inference_mode():
+        logits, hidden = runs.forward(torch.tensor(PROMPT), causal, torch.arange(n), logit_rows=1)
+    assert logits is not None
+    assert (logits.shape, hidden.shape) == ((1, 96), (n, 32))
+    torch.testing.assert_close(logits, own.prefill(PROMPT, 64).logits, rtol=1e-4, atol=1e-4)
