@@ -93,13 +93,14 @@ def _parser() -> argparse.ArgumentParser:
     group = runs.add_argument_group("draft tree")
     group.add_argument("--tree", choices=("dynamic", "static"), default="dynamic",
                        help="dynamic: EAGLE-2; static: one fixed shape, as in EAGLE-1 (default: %(default)s)")  # fmt: skip
-    group.add_argument("--depth", type=_size, default=3, metavar="N|auto",
-                       help="layers of drafted tokens; auto: as many as pay at each step (default: %(default)s)")  # fmt: skip
-    group.add_argument(
-        "--top-k", type=int, default=4, help="nodes fed per layer, children of each (default: %(default)s)"
-    )
-    group.add_argument("--total-tokens", type=_size, default=5, metavar="N|auto",
-                       help="nodes kept for verification; auto: as many as pay at each step (default: %(default)s)")  # fmt: skip
+    group.add_argument("--depth", type=_size, metavar="N|auto",
+                       help="layers of drafted tokens; auto: as many as pay at each step")  # fmt: skip
+    group.add_argument("--top-k", type=int, metavar="N", help="nodes fed per layer, children of each")
+    group.add_argument("--total-tokens", type=_size, metavar="N|auto",
+                       help="nodes kept for verification; auto: as many as pay at each step (default of the three sizes: auto 3 "
+                       "auto on a CPU, the paper's 6 10 59 on a GPU; where one is given, or the tree is static, or for eval: 3 4 5)")  # fmt: skip
+    group.add_argument("--lookup", action=argparse.BooleanOptionalAction,
+                       help="copies of earlier text join the tree where they look better (default: in automatic trees)")  # fmt: skip
 
     output = argparse.ArgumentParser(add_help=False)
     output.add_argument("--json", action="store_true", help="print one JSON object on standard output and nothing else")
@@ -144,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--limit", type=int, metavar="N", help="only the first N questions of each file (--quick: 6)")
     sub.add_argument("--max-new-tokens", type=int, help="exact cap (default: 128, --quick: 64)")
     sub.add_argument("--methods", nargs="+", metavar="NAME",
-                     help="ar (always run), eagle2, eagle2-auto, eagle2-paper, static, lookup, hf, hf-lookup, llamacpp; "
+                     help="ar (always run), eagle2, eagle2-auto, eagle2-auto-nolookup, eagle2-paper, static, lookup, hf, hf-lookup, llamacpp; "
                      "default: all that can run here")  # fmt: skip
     sub.add_argument(
         "--rounds", type=int, default=1, metavar="N", help="times all prompts are run (default: %(default)s)"
@@ -197,12 +198,14 @@ def _engine(args: argparse.Namespace) -> Engine:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    from .engine import Settings
+    from .engine import Settings, default_sizes
 
+    sizes = {name: value for name in ("depth", "top_k", "total_tokens") if (value := getattr(args, name)) is not None}
+    if not sizes and args.tree == "dynamic" and args.command != "eval":
+        sizes = default_sizes(args.device)
     return Settings(
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, sample_top_k=args.sample_top_k,
-        top_p=args.top_p, seed=args.seed, tree=args.tree, depth=args.depth, top_k=args.top_k,
-        total_tokens=args.total_tokens, stop=tuple(args.stop),
+        top_p=args.top_p, seed=args.seed, tree=args.tree, lookup=args.lookup, stop=tuple(args.stop), **sizes,
     )  # fmt: skip
 
 
@@ -296,7 +299,7 @@ def _race(args: argparse.Namespace) -> None:
         print(f"same tokens: no, from output position {difference.index} ({gap}: near 0 means rounding)")
     print(
         f"{meta['target']}, head {meta['head']}, {meta['dtype']} on {meta['device']}, {meta['threads']} threads, "
-        f"{tree['kind']} tree {tree['depth']}/{tree['top_k']}/{tree['total_tokens']}, "
+        f"{tree['kind']} tree {tree['depth']}/{tree['top_k']}/{tree['total_tokens']}{' with lookup' * tree['lookup']}, "
         f"{meta['draft_vocab']} tokens drafted, torch {meta['versions']['torch']}, "
         f"transformers {meta['versions']['transformers']}; one run, no warm-up"
     )
@@ -377,7 +380,7 @@ def _eval(args: argparse.Namespace) -> None:
     print()
     print(
         f"{meta['target']}, head {meta['head']}, {meta['dtype']}, {tree['kind']} tree "
-        f"{tree['depth']}/{tree['top_k']}/{tree['total_tokens']}, temperature {settings.temperature}, "
+        f"{tree['depth']}/{tree['top_k']}/{tree['total_tokens']}{' with lookup' * tree['lookup']}, temperature {settings.temperature}, "
         f"{settings.max_new_tokens} new tokens, {meta['draft_vocab']} tokens drafted, by {result['method']}; tau counts the target's own token and leaves out "
         "the prefill's; >=d: share of the steps that accepted d draft tokens or more"
     )

@@ -39,7 +39,8 @@ BASE = "ar"
 METHODS = {
     "ar": "plain autoregressive decoding by our loop",
     "eagle2": "dynamic tree 3/4/5 (depth, top_k, total_tokens)",
-    "eagle2-auto": "dynamic tree sized by the cost model",
+    "eagle2-auto": "dynamic tree sized by the cost model, with copies of earlier text",
+    "eagle2-auto-nolookup": "the same without copies",
     "eagle2-paper": "dynamic tree 6/10/59, the paper's 7B setting",
     "static": "static tree 3/4/5",
     "lookup": "our prompt lookup",
@@ -49,7 +50,8 @@ METHODS = {
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "eagle2": {"depth": 3, "top_k": 4, "total_tokens": 5},
-    "eagle2-auto": {"depth": "auto", "total_tokens": "auto"},
+    "eagle2-auto": {"depth": "auto", "top_k": 3, "total_tokens": "auto"},
+    "eagle2-auto-nolookup": {"depth": "auto", "top_k": 3, "total_tokens": "auto", "lookup": False},
     "eagle2-paper": {"depth": 6, "top_k": 10, "total_tokens": 59},
     "static": {"tree": "static", "depth": 3, "top_k": 4, "total_tokens": 5},
 }

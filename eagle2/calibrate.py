@@ -21,6 +21,7 @@ from .cost import CostError, CostModel
 from .eagle import DraftVocabulary, EagleDrafter, TreeSettings
 from .generate import now
 from .head import DraftHead
+from .lean import LeanHead
 from .models import cache_dir
 from .target import Target
 from .tree import DraftTree
@@ -167,7 +168,9 @@ def _rounded(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(float(f"{value:.4g}") for value in values)
 
 
-def machine_key(target: Target, vocabulary: DraftVocabulary, *, name: str, head_name: str) -> dict[str, Any]:
+def machine_key(
+    target: Target, head: DraftHead, vocabulary: DraftVocabulary, *, name: str, head_name: str
+) -> dict[str, Any]:
     """All that the costs depend on: the models, how they run, and the machine."""
     config = target.config
     shape = {
@@ -183,7 +186,7 @@ def machine_key(target: Target, vocabulary: DraftVocabulary, *, name: str, head_
         "shape": shape,
         "head": head_name,
         "draft_vocab": vocabulary.size,
-        "lean": target.why_not_lean is None,
+        "lean": [target.why_not_lean is None, isinstance(head, LeanHead)],
         "dtype": str(target.dtype).split(".")[-1],
         "device": _processor(target.device),
         "threads": torch.get_num_threads(),

@@ -285,6 +285,10 @@ class TreePlanner:
         self._spent += self.costs.draft(len(fed))
         return True
 
+    def cut_undrafted(self, values: Sequence[float]) -> int:
+        """How many nodes of ``values`` are kept in a step that `begin` does not draft, where they came at no cost."""
+        return best_cut(sorted(values, reverse=True), 0.0, self.costs, self._budget)
+
     def cut(self, values: Sequence[float]) -> int:
         """How many of the drafted nodes of ``values`` (in any order) are kept; the step's drafting ends with it."""
         nodes = min(len(values), self._budget)

@@ -17,12 +17,14 @@ class Proposal:
     """The expanded tree, its nodes that the target is to verify, and how it was grown.
 
     ``kept`` are indices into ``expanded`` (root not counted), parents first; ``selected`` are, pass by pass of the
-    expansion phase, the nodes that were fed to the draft head.
+    expansion phase, the nodes that were fed to the draft head.  ``copied`` are the nodes whose confidence is prompt
+    lookup's, since it proposed their token too or alone.
     """
 
     expanded: DraftTree
     kept: tuple[int, ...]
     selected: tuple[tuple[int, ...], ...] = ()
+    copied: tuple[int, ...] = ()
 
     @property
     def verified(self) -> DraftTree:

@@ -54,20 +54,29 @@ class PromptLookup:
             for size in range(1, min(len(CONFIDENCE), end) + 1):
                 self._after[tuple(self._ids[end - size :])] = end
 
+    def copy(self, root: int, limit: int) -> list[tuple[int, float]]:
+        """Tokens to draft after ``root``, at most ``limit``, each with its confidence; empty where nothing matches."""
+        copied: list[tuple[int, float]] = []
+        text = [*self._ids[-len(CONFIDENCE) :], root]
+        at, matched = self._match(text)
+        value = 1.0
+        while matched and len(copied) < min(self.draft_tokens, limit):
+            sure = CONFIDENCE[min(matched, len(CONFIDENCE)) - 1]
+            value *= sure
+            if value < MIN_VALUE:
+                break
+            beyond = at - len(self._ids)  # the root, then what has just been copied
+            token = self._ids[at] if beyond < 0 else root if beyond == 0 else copied[beyond - 1][0]
+            copied.append((token, sure))
+            at, matched = at + 1, matched + 1
+        return copied
+
     def propose(self, root: int, max_depth: int, max_nodes: int) -> Proposal:
         tokens, confidence, log_value = [root], [1.0], [0.0]
-        text = [*self._ids, root]
-        at, matched = self._match(text)
-        for _ in range(min(self.draft_tokens, max_depth, max_nodes) if matched else 0):
-            sure = CONFIDENCE[min(matched, len(CONFIDENCE)) - 1]
-            value = log_value[-1] + math.log(sure)
-            if value < math.log(MIN_VALUE):
-                break
-            text.append(text[at])  # beyond the end: what has just been drafted
-            tokens.append(text[at])
+        for token, sure in self.copy(root, min(max_depth, max_nodes)):
+            tokens.append(token)
             confidence.append(sure)
-            log_value.append(value)
-            at, matched = at + 1, matched + 1
+            log_value.append(log_value[-1] + math.log(sure))
         n = len(tokens)
         tree = DraftTree(
             torch.tensor(tokens, device=self.device),

@@ -54,4 +54,5 @@ def step_trace(step: Step, sampling: SamplingParams) -> StepTrace:
         draft_seconds=step.draft_seconds,
         verify_seconds=step.verify_seconds,
         commit_seconds=step.commit_seconds,
+        copied=proposal.copied,
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 FORMAT = "eagle2-trace"
-VERSION = 1
+VERSION = 2  # 2: `StepTrace.copied`
 MAX_JSON_BYTES = 64 * 1024 * 1024  # after decompression; the largest default run takes about 2 MB
 
 STOPPED = "stopped"  # finish reason of a run that a person ended
@@ -71,7 +71,7 @@ class StepTrace:
 
     token_ids: tuple[int, ...]  # [N]
     parents: tuple[int, ...]  # [N], root -1, parent index < child index
-    confidence: tuple[float, ...]  # [N], probability that the draft head gives the token after its path; root 1
+    confidence: tuple[float, ...]  # [N], the drafter's probability of the token after its path; root 1
     log_value: tuple[float, ...]  # [N], sum of log confidences from the root; root 0
     # Expansion phase: nodes fed to the draft head, pass by pass. The first pass, which catches up with the committed text
     # and gives the root's children, is not listed.
@@ -89,6 +89,7 @@ class StepTrace:
     draft_seconds: float
     verify_seconds: float
     commit_seconds: float
+    copied: tuple[int, ...] = ()  # nodes whose confidence is prompt lookup's, which proposed their token too or alone
 
     def __post_init__(self) -> None:
         n, k = len(self.token_ids), len(self.kept)
@@ -101,6 +102,7 @@ class StepTrace:
         _require(all(0 <= c <= 1 + 1e-6 for c in self.confidence), "confidences must lie between 0 and 1")
         _require(all(math.isfinite(v) and v <= 1e-6 for v in self.log_value), "log values must be finite, at most 0")
         _require(all(0 <= i < n for pas in self.selected for i in pas), "a selected node is not in the tree")
+        _require(all(1 <= i < n for i in self.copied), "a copied node is not in the tree")
         _require(all(1 <= i < n for i in self.kept) and len(set(self.kept)) == k, "kept nodes must be distinct drafts")
         row = {0: 0} | {node: i + 1 for i, node in enumerate(self.kept)}
         _require(

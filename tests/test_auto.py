@@ -18,6 +18,7 @@ from eagle2.eagle import AUTO_DEPTH, AUTO_TOTAL, EagleDrafter, TreeSettings
 from eagle2.engine import Engine, Settings
 from eagle2.evaluate import evaluate
 from eagle2.generate import Step, Stops, generate
+from eagle2.lean import LeanHead
 from eagle2.target import Target
 from eagle2.trace import Trace
 from eagle2.verify import SamplingParams
@@ -134,13 +135,14 @@ def test_the_cut_is_the_best_one_of_the_recorded_values(engine: Engine) -> None:
     from eagle2.cost import best_cut
 
     trace = Trace.from_json(engine.trace("hello", AUTO).to_json())
-    assert trace.metadata["tree"] == {"kind": "dynamic", "depth": "auto", "top_k": 4, "total_tokens": "auto"}
+    tree = {"kind": "dynamic", "depth": "auto", "top_k": 4, "total_tokens": "auto", "lookup": True}
+    assert trace.metadata["tree"] == tree
     costs = CostModel.from_dict(trace.metadata["costs"])
     assert costs == CPU
     checked = 0
     caught_up = len(trace.prompt_ids)
     for step in trace.steps:
-        if len(step.token_ids) > 1:
+        if len(step.copied) < len(step.token_ids) - 1:  # else the head was not asked
             values = sorted((2.718281828459045**value for value in step.log_value[1:]), reverse=True)
             spent = costs.draft(min(caught_up, AUTO_DEPTH + 1)) + sum(costs.draft(len(fed)) for fed in step.selected)
             assert len(step.kept) == best_cut(values, spent, costs, AUTO_TOTAL)
@@ -361,17 +363,17 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
 
 
 def test_the_key_names_all_that_costs_depend_on(engine: Engine) -> None:
-    key = machine_key(engine.target, engine.vocabulary, name="tiny", head_name="h")
+    key = machine_key(engine.target, engine.head, engine.vocabulary, name="tiny", head_name="h")
     assert json.loads(json.dumps(key)) == key
     assert (key["model"], key["head"], key["lean"], key["dtype"], key["draft_vocab"]) == (
         "tiny",
         "h",
-        True,
+        [True, False],
         "float32",
         259,
     )
     plain = Target(engine.target.model, lean=False)
-    assert machine_key(plain, engine.vocabulary, name="tiny", head_name="h")["lean"] is False
+    assert machine_key(plain, LeanHead(engine.head), engine.vocabulary, name="", head_name="")["lean"] == [False, True]
     assert key["device"].startswith("cpu ")
     assert {"threads", "torch", "eagle2", "shape"} <= set(key)
 

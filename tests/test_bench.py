@@ -24,7 +24,17 @@ from eagle2.generate import Step
 from tests.tiny import byte_tokenizer, reference, tiny_head, tiny_model
 from visual import bench as chart
 
-EVERYWHERE = ("ar", "eagle2", "eagle2-auto", "eagle2-paper", "static", "lookup", "hf", "hf-lookup")
+EVERYWHERE = (
+    "ar",
+    "eagle2",
+    "eagle2-auto",
+    "eagle2-auto-nolookup",
+    "eagle2-paper",
+    "static",
+    "lookup",
+    "hf",
+    "hf-lookup",
+)
 
 
 @pytest.fixture

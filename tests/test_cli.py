@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eagle2.__main__ import main
+from eagle2.__main__ import _parser, _settings, main
 from eagle2.engine import Engine
 from eagle2.evaluate import QuestionError, evaluate, read_questions
 from eagle2.trace import Trace
@@ -39,6 +39,22 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)  # one object and nothing else
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        (["race", "x", "--device", "cpu"], ("auto", 3, "auto", True)),
+        (["race", "x", "--device", "cpu", "--no-lookup"], ("auto", 3, "auto", False)),
+        (["race", "x", "--device", "cuda:0"], (6, 10, 59, False)),
+        (["race", "x", "--device", "cpu", "--depth", "6"], (6, 4, 5, False)),
+        (["race", "x", "--device", "cpu", "--tree", "static", "--lookup"], (3, 4, 5, True)),
+        (["eval", "--questions", "q.jsonl", "--device", "cpu"], (3, 4, 5, False)),
+    ],
+)
+def test_the_trees_size_fits_the_machine_unless_it_is_given(arguments: list[str], sizes: tuple[Any, ...]) -> None:
+    tree = _settings(_parser().parse_args(arguments)).tree_settings
+    assert (tree.depth, tree.top_k, tree.total_tokens, tree.lookup) == sizes
+
+
 def test_race_json(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     result = run_json(capsys, "race", "hello", "--max-new-tokens", "20", "--depth", "2", "--seed", "3")
     expected = reference(engine.target.model, engine.encode("hello"), 20)
@@ -53,7 +69,8 @@ def test_race_json(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     assert result["speedup"] == pytest.approx(ratio)
     assert result["equal"] is True
     assert result["first_difference"] is None
-    assert result["settings"]["tree"] == {"kind": "dynamic", "depth": 2, "top_k": 4, "total_tokens": 5}
+    tree = {"kind": "dynamic", "depth": 2, "top_k": 4, "total_tokens": 5, "lookup": False}
+    assert result["settings"]["tree"] == tree
     assert result["settings"]["seed"] == 3
 
 

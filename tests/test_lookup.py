@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
 import pytest
 import torch
 
+from eagle2.cost import CostModel
+from eagle2.eagle import UNSEEN, EagleDrafter, TreeSettings, graft
+from eagle2.engine import Settings
 from eagle2.generate import Prefill, Stops, generate
 from eagle2.lookup import CONFIDENCE, MAX_DRAFT, MIN_VALUE, PromptLookup
 from eagle2.target import Target
 from eagle2.verify import SamplingParams
-from tests.tiny import reference, tiny_model
+from tests.tiny import reference, tiny_head, tiny_model
 
 LONGEST = len(CONFIDENCE)
 
@@ -129,3 +133,84 @@ def test_sampled_text_has_the_targets_distribution() -> None:
     assert accepted > 20
     big = exact * runs > 5
     assert float((((counts - exact * runs) ** 2) / (exact * runs))[big].sum()) < 35  # 0.1 % point at 11 degrees: 31.3
+
+
+# --- copies in EAGLE's tree -------------------------------------------------------------------------------------------
+
+
+def pool() -> tuple[list[int], list[int], list[float], list[float]]:
+    """Root 1 with children 5 and 6; 5 with children 7 and 8: values .6, .3, .3, .12."""
+    confidence = [1.0, 0.6, 0.3, 0.5, 0.2]
+    logs = [0.0, math.log(0.6), math.log(0.3), math.log(0.3), math.log(0.12)]
+    return [1, 5, 6, 7, 8], [-1, 0, 0, 1, 1], confidence, logs
+
+
+def grafted(copy: list[tuple[int, float]]) -> tuple[tuple[int, ...], list[int], list[int], list[float], list[float]]:
+    tokens, parents, confidence, logs = pool()
+    copied = graft(copy, tokens, parents, confidence, logs)
+    assert all(logs[node] <= logs[parent] for node, parent in enumerate(parents) if node), "no child above its parent"
+    return copied, tokens, parents, confidence, [math.exp(value) for value in logs]
+
+
+def test_a_copy_that_agrees_with_the_head_raises_its_subtree() -> None:
+    copied, tokens, parents, confidence, values = grafted([(5, 0.8), (7, 0.9), (9, 0.9)])
+    assert (copied, tokens, parents) == ((1, 3, 5), [1, 5, 6, 7, 8, 9], [-1, 0, 0, 1, 1, 3])
+    assert confidence == [1.0, 0.8, 0.3, 0.9, 0.2, 0.9]
+    assert values == pytest.approx([1, 0.8, 0.3, 0.72, 0.16, 0.648])
+
+
+def test_where_the_head_is_surer_nothing_changes_but_the_copy_goes_on_there() -> None:
+    copied, tokens, parents, confidence, values = grafted([(5, 0.4), (9, 0.6)])
+    assert (copied, tokens[5], parents[5]) == ((5,), 9, 1)
+    assert confidence[:5] == pool()[2]
+    assert values[5] == pytest.approx(0.6 * 0.6 * UNSEEN)  # the head has other children there
+
+
+def test_a_copy_that_the_head_does_not_have_counts_less_where_the_head_has_spoken() -> None:
+    copied, tokens, parents, confidence, values = grafted([(4, 0.8), (3, 0.9)])
+    assert (copied, tokens[5:], parents[5:]) == ((5, 6), [4, 3], [0, 5])
+    assert confidence[5:] == [0.8 * UNSEEN, 0.9]
+    assert values[6] == pytest.approx(0.8 * UNSEEN * 0.9)
+    assert grafted([])[0] == ()
+
+
+REPEATING = [5, 9, 12, 30, 7, 44] * 4
+
+
+@pytest.mark.parametrize(
+    "settings", [TreeSettings("dynamic", 2, 2, 4, True), TreeSettings("dynamic", "auto", 2, "auto", True)]
+)
+def test_copies_are_verified_and_the_output_stays_the_targets_own(settings: TreeSettings) -> None:
+    model = tiny_model()
+    target = Target(model)
+    costs = CostModel((1, 64), (1.0, 1.5), (1, 64), (0.1, 0.2))
+    drafter = EagleDrafter(tiny_head(model), target, settings, costs=costs)
+    steps = list(generate(target, drafter, REPEATING, sampling=SamplingParams(), stops=Stops(24), max_nodes=64))
+    drafted = [item for item in steps if not isinstance(item, Prefill)]
+    assert any(set(step.proposal.kept) & set(step.proposal.copied) for step in drafted)
+    assert any(max(step.proposal.expanded.depths) > 2 for step in drafted), "a copy may be deeper than the head drafts"
+    ids = [token for item in steps for token in ((item.token,) if isinstance(item, Prefill) else item.emitted)]
+    assert ids == reference(model, REPEATING, 24)
+
+
+def test_where_the_head_does_not_pay_copies_still_may() -> None:
+    model = tiny_model()
+    target = Target(model)
+    dear = CostModel((1, 64), (1.0, 1.5), (1,), (100.0,))
+    drafter = EagleDrafter(tiny_head(model), target, TreeSettings("dynamic", "auto", 2, "auto", True), costs=dear)
+    drafter.reset(64)
+    hidden = target.prefill(REPEATING, 64).hidden
+    drafter.observe(REPEATING, hidden)
+    proposal = drafter.propose(5, 20, 20)
+    assert proposal.selected == ()
+    assert proposal.verified.token_ids.tolist()[:5] == [5, 9, 12, 30, 7]
+    assert proposal.kept == proposal.copied[: len(proposal.kept)]
+    assert len(drafter.propose(77, 20, 20).expanded) == 1  # nothing to copy
+
+
+def test_settings_copy_in_automatic_trees_unless_told_otherwise() -> None:
+    assert not Settings().tree_settings.lookup
+    assert Settings(lookup=True).tree_settings.lookup
+    assert Settings(depth="auto").tree_settings.lookup
+    assert not Settings(depth="auto", lookup=False).tree_settings.lookup
+    assert Settings(depth="auto").describe()["tree"]["lookup"] is True

@@ -94,7 +94,7 @@ def test_a_recorded_run_without_the_other_lane(engine: Engine) -> None:
 
 BREAKAGES: list[tuple[str, Any, str]] = [
     ("format", "other", "not an EAGLE-2 trace"),
-    ("version", 99, "version 99, newer than this program's 1"),
+    ("version", 99, "version 99, newer than this program's 2"),
     ("version", "1", "no version"),
     ("version", 0, "no version"),
     ("output_ids", [1, 2, 3], "one piece per token"),

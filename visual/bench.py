@@ -32,6 +32,7 @@ BASE = "ar"  # the method that speed-ups are over: the line at 1
 # Method -> its place in SERIES. The paper's methods look like ours of the same kind.
 STYLES = {
     "eagle2-auto": 0, "eagle2": 1, "eagle2-paper": 2, "static": 3, "lookup": 4, "hf-lookup": 5, "hf": 6, "llamacpp": 7,
+    "eagle2-auto-nolookup": 8,
 }  # fmt: skip
 PAPER_STYLES = {"EAGLE-2": 2, "EAGLE": 3, "PLD": 5}
 
