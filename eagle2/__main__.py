@@ -80,6 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--calibrate", action="store_true",
                        help="measure the costs behind automatic trees anew (else once per model and machine)")  # fmt: skip
 
+    group.add_argument("--row-invariant", action="store_true",
+                       help="passes in which a row does not depend on how many ride along: in half precision on a CPU, "
+                       "both lanes then give the same tokens")  # fmt: skip
+
     runs = argparse.ArgumentParser(add_help=False)
     group = runs.add_argument_group("decoding")
     group.add_argument("--max-new-tokens", type=int, default=128, help="exact cap (default: %(default)s)")
@@ -189,7 +193,7 @@ def _loader(args: argparse.Namespace) -> Callable[[], Engine]:
 
     return functools.partial(
         Engine.load, args.model, args.head, dtype=args.dtype, device=args.device, full_vocabulary=args.full_vocabulary,
-        costs="measure" if args.calibrate else "auto",
+        costs="measure" if args.calibrate else "auto", row_invariant=args.row_invariant,
     )  # fmt: skip
 
 

@@ -102,13 +102,15 @@ class Engine:
     ``full_vocabulary``: draft over all of the target's tokens even if the head comes with a reduced vocabulary.
     ``costs`` serve automatic trees: a cost model, "auto" (measured here, or read from the cache folder, when first
     needed), "measure" (measured now, whatever the cache holds) or None (automatic trees are refused).
+    ``row_invariant``: see `Target`; in half precision on a CPU both lanes then give the same tokens.
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, head: EagleHead, *, name: str, head_name: str, full_vocabulary: bool = False,
-        costs: Costs = "auto",
+        costs: Costs = "auto", row_invariant: bool = False,
     ) -> None:  # fmt: skip
-        self.target = Target(model)
+        self.target = Target(model, invariant=row_invariant)
+        self.row_invariant = row_invariant
         self.tokenizer, self.head, self.name, self.head_name = tokenizer, head, name, head_name
         # On the same blocks as the target, where these run it.
         lean_head = self.target.why_not_lean is None and LeanHead.refusal(head) is None
@@ -129,6 +131,7 @@ class Engine:
     def load(
         cls, model: str = models.DEFAULT_PRESET, head: str | None = None, *, dtype: str = "auto", device: str = "auto",
         progress: Progress | None = None, full_vocabulary: bool = False, costs: Costs = "auto",
+        row_invariant: bool = False,
     ) -> Engine:  # fmt: skip
         """Load a preset, a local folder or a hub id; ``head`` is a folder (a preset brings its own).
 
@@ -155,6 +158,7 @@ class Engine:
             head_name=folder.name,
             full_vocabulary=full_vocabulary,
             costs=costs,
+            row_invariant=row_invariant,
         )
 
     @property
@@ -177,6 +181,7 @@ class Engine:
             if not self._may_measure:
                 raise ValueError("an automatic tree needs a cost model, and this engine was loaded without one")
             key = machine_key(self.target, self._draft_head, self.vocabulary, name=self.name, head_name=self.head_name)
+            key["row_invariant"] = self.row_invariant
             self.costs = calibrated(key, lambda: calibrate(self.target, self._draft_head, self.vocabulary), force=force)
         return self.costs
 
@@ -235,6 +240,7 @@ class Engine:
             "device": _device_name(self.target.device),
             "threads": torch.get_num_threads(),
             "forward": "transformers" if self.target.why_not_lean else "lean",
+            "row_invariant": self.row_invariant,
             **settings.describe(),
             **({} if self.costs is None else {"costs": self.costs.to_dict()}),
             "versions": {

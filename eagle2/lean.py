@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 from .head import EagleHead, HeadCache
 
 ROPE_TYPES = ("default", "linear", "llama3")  # angles that depend on the position alone
+MOST_ROWS = 64  # of passes that `LeanWeights.invariant_rows` is found for
 CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 Linear = Callable[[Tensor], Tensor]
@@ -72,6 +74,43 @@ def _pairs(width: int, heads: int) -> Tensor:
     size = width // heads
     one = torch.arange(size).view(2, size // 2).t().reshape(-1)
     return (torch.arange(heads)[:, None] * size + one).reshape(-1)
+
+
+class Paths:
+    """What each row of a pass attends to, row by row in order of position, padded to a multiple of ``STEP``.
+
+    So a row's sums run over the same numbers in the same order whether its path lies in the cache in one piece, as in
+    autoregressive decoding, or between the rows of a tree.  Zeros at the end change no sum.
+    """
+
+    STEP = 64
+
+    def __init__(self, visible: Tensor, start: int, dtype: torch.dtype) -> None:
+        """``visible [N, N]`` among the rows behind ``start`` committed ones; ancestors come before their descendants."""
+        n = len(visible)
+        lengths = start + visible.sum(-1)
+        self.total = rounded(int(lengths.max()), self.STEP)
+        columns = torch.arange(self.total)
+        self.mask = torch.zeros(n, 1, 1, self.total, dtype=dtype)
+        self.mask.masked_fill_((columns >= lengths[:, None])[:, None, None], torch.finfo(dtype).min)
+        self._index = None
+        if n > 1:
+            index = columns.clamp(max=start).repeat(n, 1)
+            own = start + torch.argsort(~visible, dim=-1, stable=True)  # ancestors and the row itself first
+            index[:, start : start + n] = own[:, : self.total - start]
+            self._index = index.view(-1)
+
+    def of(self, cache: Tensor) -> Tensor:
+        """``[kv_heads, capacity, D]`` -> ``[N, kv_heads, total, D]``."""
+        if self._index is None:
+            return cache[None, :, : self.total]
+        heads, _, size = cache.shape
+        return cache.index_select(1, self._index).view(heads, -1, self.total, size).transpose(0, 1)
+
+
+def rounded(count: int, step: int) -> int:
+    """``count`` up to a multiple of ``step``."""
+    return -(-count // step) * step
 
 
 class _Blocks:
@@ -138,9 +177,13 @@ class _Blocks:
         return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
 
     def run(
-        self, layer: _Layer, x: Tensor, turns: Tensor, mask: Tensor | None, keys: Tensor, values: Tensor, start: int
-    ) -> Tensor:
-        """One layer over ``x [N, H]``; writes its rows into ``keys``, ``values [kv_heads, capacity, D]`` from ``start``."""
+        self, layer: _Layer, x: Tensor, turns: Tensor, mask: Tensor | None, keys: Tensor, values: Tensor, start: int,
+        paths: Paths | None = None,
+    ) -> Tensor:  # fmt: skip
+        """One layer over ``x [N, H]``; writes its rows into ``keys``, ``values [kv_heads, capacity, D]`` from ``start``.
+
+        With ``paths`` each row attends to its own path in order of position, whatever other rows there are.
+        """
         n, end = len(x), start + len(x)
         split = self.heads + self.kv_heads
         h = layer.qkv(x if layer.attention_norm is None else self.norm(x, layer.attention_norm))
@@ -157,10 +200,16 @@ class _Blocks:
         turned = _turn(turned, turns)
         keys[:, start:end] = turned[:, self.heads :].transpose(0, 1)
         values[:, start:end] = h[:, split:].transpose(0, 1)
-        # [N, heads, D] -> [1, kv_heads, groups * N, D]
-        queries = turned[:, : self.heads].transpose(0, 1).reshape(1, self.kv_heads, -1, self.head_dim)
-        seen = F.scaled_dot_product_attention(queries, keys[None, :, :end], values[None, :, :end], attn_mask=mask)
-        x = x + layer.out(seen.view(self.heads, n, self.head_dim).transpose(0, 1).reshape(n, -1))
+        if paths is not None:
+            queries = turned[:, : self.heads].reshape(n, self.kv_heads, -1, self.head_dim)
+            seen = F.scaled_dot_product_attention(queries, paths.of(keys), paths.of(values), attn_mask=paths.mask)
+            seen = seen.reshape(n, -1)
+        else:
+            # [N, heads, D] -> [1, kv_heads, groups * N, D]
+            queries = turned[:, : self.heads].transpose(0, 1).reshape(1, self.kv_heads, -1, self.head_dim)
+            seen = F.scaled_dot_product_attention(queries, keys[None, :, :end], values[None, :, :end], attn_mask=mask)
+            seen = seen.view(self.heads, n, self.head_dim).transpose(0, 1).reshape(n, -1)
+        x = x + layer.out(seen)
         gate, up = layer.gate_up(self.norm(x, layer.mlp_norm)).chunk(2, -1)
         return x + layer.down(F.silu(gate).mul_(up))
 
@@ -181,16 +230,45 @@ class LeanWeights(_Blocks):
         )
         self.embedding: Tensor = model.get_input_embeddings().weight
         self.dtype = self.embedding.dtype
+        self.width, self.inner = int(config.hidden_size), int(config.intermediate_size)
         self.final_norm: Tensor = model.base_model.norm.weight
         head = model.get_output_embeddings()
         self.lm_head = packed_linear(head.weight, head.bias)
+
+    @cached_property
+    def invariant_rows(self) -> int | None:
+        """Fewest rows to whose multiples passes must be padded for a row's products not to depend on the other rows.
+
+        1 where they never do; None where no such number was found.  Kernels choose other orders of summation for other
+        numbers of rows, on each processor in another way, so it is found by trying.
+        """
+        layer = self.layers[0]
+        linears = (layer.qkv, layer.out, layer.gate_up, layer.down, self.lm_head)
+        generator = torch.Generator().manual_seed(0)
+        widths = (self.width, self.heads * self.head_dim, self.width, self.inner, self.width)
+        inputs = [torch.randn(MOST_ROWS, width, generator=generator).to(self.dtype) for width in widths]
+        outputs = [linear(x) for linear, x in zip(linears, inputs)]
+        for step in (1, 2, 4, 8, 16, 32):
+            if all(
+                torch.equal(linear(x[:rows]), y[:rows])
+                for linear, x, y in zip(linears, inputs, outputs)
+                for rows in range(step, MOST_ROWS, step)
+            ):
+                return step
+        return None
 
 
 class Lean:
     """One sequence: the committed prefix, then the rows of the last pass.  Same calls as `eagle2.target`'s adapter."""
 
-    def __init__(self, weights: LeanWeights) -> None:
-        self.weights = weights
+    def __init__(self, weights: LeanWeights, *, invariant: bool = False) -> None:
+        """``invariant``: a row's result does not depend on how many rows ride along, so that in half precision, where
+        kernels round differently for each number of rows, both lanes of a race still give the same tokens.  ValueError
+        where this processor's kernels do not allow it.
+        """
+        if invariant and weights.invariant_rows is None:
+            raise ValueError("a row's products depend on the other rows here, however they are padded")
+        self.weights, self.invariant = weights, invariant
         self.length = 0  # committed rows
         self.capacity = 0
         self._kv = torch.empty(0)  # [layers, 2, kv_heads, capacity, D]: keys, values
@@ -225,14 +303,16 @@ class Lean:
         return None
 
     def fork(self) -> Lean:
-        return Lean(self.weights)
+        return Lean(self.weights, invariant=self.invariant)
 
     def reset(self, capacity: int) -> None:
         self.length = 0
         if self.capacity < capacity:
             w = self.weights
             self.capacity = capacity
-            self._kv = torch.empty(len(w.layers), 2, w.kv_heads, capacity, w.head_dim, dtype=w.dtype)
+            # Padding reads and writes behind the last row; what it reads is masked, and must be a number.
+            room = rounded(capacity, Paths.STEP) + MOST_ROWS if self.invariant else capacity
+            self._kv = torch.zeros(len(w.layers), 2, w.kv_heads, room, w.head_dim, dtype=w.dtype)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Move the given rows of the last pass to the end of the prefix, in all layers at once."""
@@ -247,12 +327,29 @@ class Lean:
     ) -> tuple[Tensor | None, Tensor]:
         """``token_ids [N]``, ``visible [N, N]`` -> logits of the last ``logit_rows`` rows and hidden ``[N, H]``."""
         w = self.weights
+        n = len(token_ids)
+        if self.invariant and logit_rows == n:  # prompts run in the same chunks in both lanes anyway
+            return self._forward_invariant(token_ids, visible, positions)
         x = F.embedding(token_ids, w.embedding)
-        turns, mask = w.turns(positions), w.mask(visible, self.length + len(token_ids), w.dtype)
+        turns, mask = w.turns(positions), w.mask(visible, self.length + n, w.dtype)
         for layer, (keys, values) in zip(w.layers, self._kv):
             x = w.run(layer, x, turns, mask, keys, values, self.length)
         hidden = w.norm(x, w.final_norm)
         return w.lm_head(hidden[-logit_rows:]) if logit_rows else None, hidden
+
+    def _forward_invariant(self, token_ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        w = self.weights
+        n = len(token_ids)
+        padding = rounded(n, w.invariant_rows or 1) - n
+        # Rows that stand for nothing: each sees itself only, and nobody sees it.
+        token_ids, positions = (F.pad(each, (0, padding)) for each in (token_ids, positions))
+        visible = torch.block_diag(visible, torch.eye(padding)).bool() if padding else visible
+        x = F.embedding(token_ids, w.embedding)
+        turns, paths = w.turns(positions), Paths(visible, self.length, w.dtype)
+        for layer, (keys, values) in zip(w.layers, self._kv):
+            x = w.run(layer, x, turns, None, keys, values, self.length, paths)
+        hidden = w.norm(x, w.final_norm)
+        return w.lm_head(hidden)[:n], hidden[:n]
 
 
 class LeanHead:
@@ -303,4 +400,4 @@ def _turn(x: Tensor, turns: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 
-__all__ = ["CLASSES", "Lean", "LeanHead", "LeanWeights", "available_memory", "packed_linear"]
+__all__ = ["CLASSES", "Lean", "LeanHead", "LeanWeights", "Paths", "available_memory", "packed_linear"]

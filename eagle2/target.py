@@ -174,9 +174,10 @@ class Target:
 
     ``fork()`` gives a second sequence on the same weights (the other lane of a race).  Batch size is 1.  ``lean``: run on
     `eagle2.lean` where the model allows it (``why_not_lean`` says why it does not), else through the model's own code.
+    ``invariant``: rows do not depend on how many ride along (see `Lean`); ValueError where that cannot be had.
     """
 
-    def __init__(self, model: Any, *, lean: bool = True, runs: Forward | None = None) -> None:
+    def __init__(self, model: Any, *, lean: bool = True, invariant: bool = False, runs: Forward | None = None) -> None:
         _check_supported(model)
         self.model = model
         self.config = model.config.get_text_config()
@@ -189,7 +190,9 @@ class Target:
         self.why_not_lean: str | None = None
         if runs is None:
             self.why_not_lean = Lean.refusal(model) if lean else "it was asked not to"
-            runs = HuggingFaceForward(model) if self.why_not_lean else Lean(LeanWeights(model))
+            if invariant and self.why_not_lean:
+                raise ValueError(f"row-invariant passes need the lean forward, and {self.why_not_lean}")
+            runs = HuggingFaceForward(model) if self.why_not_lean else Lean(LeanWeights(model), invariant=invariant)
         self._runs: Forward = runs
         self._pass_rows = 0  # rows of the last pass that are not committed
 

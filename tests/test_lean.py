@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 from eagle2.head import DraftHead, EagleHead, HeadConfig
 from eagle2.lean import Lean, LeanHead, LeanWeights, packed_linear
 from eagle2.target import HuggingFaceForward, Target
+from eagle2.tree import DraftTree
 from tests.test_target import MODELS, PROMPT, TREE, small
 from tests.tiny import tiny_head, tiny_model
 
@@ -210,3 +211,61 @@ def test_after_the_prompt_only_the_last_rows_logits_are_computed() -> None:
     assert logits is not None
     assert (logits.shape, hidden.shape) == ((1, 96), (n, 32))
     torch.testing.assert_close(logits, own.prefill(PROMPT, 64).logits, rtol=1e-4, atol=1e-4)
+
+
+# --- rows that do not depend on their company -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_row_invariant_passes_give_each_row_the_same_bits_alone_and_in_a_tree(name: str, dtype: torch.dtype) -> None:
+    model = made(name).to(dtype)
+    target = Target(model, invariant=True)
+    prompt = [3 + i % 60 for i in range(70)]
+    other = target.fork()
+    other.prefill(prompt, 128)
+    in_tree = other.forward(TREE)
+    for node in range(len(TREE)):
+        path = [node]
+        while path[0]:
+            path.insert(0, TREE.parents[path[0]])
+        target.prefill(prompt, 128)
+        for row in path:
+            alone = target.forward(DraftTree.root_only(int(TREE.token_ids[row])))
+            target.commit((0,))
+        assert torch.equal(alone.logits[0], in_tree.logits[node]), node
+        assert torch.equal(alone.hidden[0], in_tree.hidden[node]), node
+
+
+def test_row_invariant_passes_equal_the_models_own() -> None:
+    model = made("llama")
+    for mine, theirs in zip(run(Target(model, invariant=True)), run(Target(model, lean=False)), strict=True):
+        for one, other in zip(mine, theirs):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_padding_makes_up_for_kernels_that_differ_by_the_number_of_rows() -> None:
+    """As on processors that run 1 to 3 rows by another kernel than 4 and more."""
+    weights = LeanWeights(made("llama"))
+    plain = weights.lm_head
+    weights.lm_head = lambda x: plain(x) if len(x) % 4 == 0 else plain(x) + 1e-3
+    assert weights.invariant_rows == 4
+    lean = Lean(weights, invariant=True)
+    lean.reset(64)
+    one, three = (
+        lean.forward(torch.arange(9, 9 + n), torch.eye(n).bool(), torch.zeros(n).long(), logit_rows=n)[0]
+        for n in (1, 3)
+    )
+    assert one is not None
+    assert three is not None
+    assert (one.shape, three.shape) == ((1, 96), (3, 96))
+    assert torch.equal(one[0], three[0])
+    never = LeanWeights(made("llama"))
+    never.lm_head = lambda x: plain(x) + len(x)
+    with pytest.raises(ValueError, match="depend on the other rows"):
+        Lean(never, invariant=True)
+
+
+def test_row_invariance_needs_the_lean_forward() -> None:
+    with pytest.raises(ValueError, match="need the lean forward, and GPTNeoXForCausalLM is not of"):
+        Target(MODELS["gpt-neox"](), invariant=True)
