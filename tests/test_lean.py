@@ -244,6 +244,7 @@ def test_row_invariant_passes_equal_the_models_own() -> None:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+@torch.inference_mode()
 def test_padding_makes_up_for_kernels_that_differ_by_the_number_of_rows() -> None:
     """As on processors that run 1 to 3 rows by another kernel than 4 and more."""
     weights = LeanWeights(made("llama"))
