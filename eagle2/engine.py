@@ -19,6 +19,7 @@ from .draft import Drafter, RootOnly
 from .eagle import DraftVocabulary, EagleDrafter, TreeSettings
 from .generate import Prefill, Step, Stops, generate
 from .head import EagleHead
+from .processors import describe, settings_in_force
 from .race import RaceUpdate, RunRecorder, race
 from .target import Target
 from .trace import Trace
@@ -92,6 +93,7 @@ class Engine:
         costs: Costs = "auto",
     ) -> None:  # fmt: skip
         self.target = Target(model)
+        self.model_settings = settings_in_force(model)  # penalties and bans of the model's generation config
         self.tokenizer, self.head, self.name, self.head_name = tokenizer, head, name, head_name
         self.vocabulary = DraftVocabulary(self.target, None if full_vocabulary else head.draft_token_ids)
         eos = model.generation_config.eos_token_id
@@ -216,6 +218,7 @@ class Engine:
             "threads": torch.get_num_threads(),
             "forward": "transformers" if self.target.why_not_lean else "lean",
             **settings.describe(),
+            **({"generation_config": describe(self.model_settings)} if self.model_settings else {}),
             **({} if self.costs is None else {"costs": self.costs.to_dict()}),
             "versions": {
                 "eagle2": __version__,

@@ -26,7 +26,8 @@ ALLOWED: dict[str, set[str]] = {
     "draft": {"tree"},
     "eagle": {"cost", "draft", "head", "target", "tree", "verify"},
     "lookup": {"draft", "tree"},
-    "generate": {"draft", "target", "tree", "verify"},
+    "processors": {"target", "tree"},
+    "generate": {"draft", "processors", "target", "tree", "verify"},
     "record": {"generate", "trace", "verify"},
     "race": {"generate", "record", "text", "trace", "verify"},
     "engine": {
@@ -37,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
         "generate",
         "head",
         "models",
+        "processors",
         "race",
         "target",
         "trace",
