@@ -94,7 +94,8 @@ class Engine:
     ) -> None:  # fmt: skip
         self.target = Target(model)
         self.model_settings = settings_in_force(model)  # penalties and bans of the model's generation config
-        self.tokenizer, self.head, self.name, self.head_name = tokenizer, head, name, head_name
+        self.head = head.to(self.target.feature_device)
+        self.tokenizer, self.name, self.head_name = tokenizer, name, head_name
         self.vocabulary = DraftVocabulary(self.target, None if full_vocabulary else head.draft_token_ids)
         eos = model.generation_config.eos_token_id
         if eos is None:
