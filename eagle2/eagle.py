@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from accelerate.utils import align_module_device
+from accelerate.utils import align_module_device  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -43,7 +43,7 @@ from eagle2.draft import Drafter, RootOnly
 from eagle2.eagle import DraftVocabulary, EagleDrafter, TreeSettings
 from eagle2.engine import Engine, Settings
 from eagle2.generate import Prefill, Step, Stops, generate
-from eagle2.head import EagleHead
+from eagle2.head import EagleHead, HeadConfig
 from eagle2.target import ContextLengthError, HuggingFaceForward, Target, UnsupportedModelError
 from eagle2.tree import DraftTree
 from eagle2.verify import SamplingParams
@@ -186,6 +186,21 @@ def test_angles_that_change_with_the_length_bound_the_context() -> None:
     expected = reference(model, prompt, 10)
     for drafter in (oracle(expected), RootOnly()):
         assert run(drafter, target, prompt, 10)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "inner"),
+    [
+        (GPT2Config(), 3072), (GPTJConfig(), 16384), (GPTNeoXConfig(), 24576), (GemmaConfig(), 24576),
+        (Phi3Config(), 8192), (MixtralConfig(), 14336),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_a_new_head_is_of_the_llama_family_whatever_the_target_is(config: Any, inner: int) -> None:
+    head = HeadConfig.for_target(config)
+    assert (head.hidden_size, head.num_attention_heads) == (config.hidden_size, config.num_attention_heads)
+    assert (head.intermediate_size, head.hidden_act, head.vocab_size) == (inner, "silu", config.vocab_size)
+    assert head.max_position_embeddings == config.max_position_embeddings
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
