@@ -219,15 +219,17 @@ def _passes(costs: CostModel, step: Step, head: bool) -> float:
 def _hugging_face(
     engine: Engine, arguments: Mapping[str, Any], prompt_ids: list[int], count: int
 ) -> tuple[list[int], Phases | None]:
-    """``generate`` of the very model object that our target took its weights from, with the attention it was loaded with."""
+    """``generate`` of the very model object that our target took its weights from, with the attention it was loaded with.
+
+    Penalties and bans of its generation config are in force in all lanes alike.
+    """
     model = engine.target.model
     ids = torch.tensor([prompt_ids], device=engine.target.device)
     eos = sorted(engine.eos_ids)
     with torch.inference_mode():
         output = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, eos_token_id=eos or None,
-            # a model's own generation settings may hold a penalty, which would not be greedy decoding
-            pad_token_id=eos[0] if eos else 0, repetition_penalty=1.0, **arguments,
+            pad_token_id=eos[0] if eos else 0, **arguments,
         )  # fmt: skip
     return output[0, len(prompt_ids) :].tolist(), None
 
@@ -236,6 +238,10 @@ def _llamacpp(engine: Engine, gguf: str | None) -> tuple[Lane, str]:
     """llama.cpp through llama-cpp-python, and the precision that the file says it holds."""
     if gguf is None:
         raise MethodUnavailableError("llamacpp needs the weights as a GGUF file: --gguf FILE")
+    if engine.model_settings:
+        raise MethodUnavailableError(
+            f"llamacpp would not follow the model's generation config, which sets {', '.join(engine.model_settings)}"
+        )
     if importlib.util.find_spec("llama_cpp") is None:
         raise MethodUnavailableError("llamacpp needs the package llama-cpp-python, which is not installed")
     if not Path(gguf).is_file():

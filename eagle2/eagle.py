@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from accelerate.utils import align_module_device  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from .cost import CostModel, Size, TreePlanner
@@ -121,18 +122,19 @@ class DraftVocabulary:
     """
 
     def __init__(self, target: Target, token_ids: Tensor | None = None) -> None:
-        self.lm_head, self.dtype = target.lm_head, target.dtype
+        self.lm_head, self.dtype = target.lm_head, target.feature_dtype
         if token_ids is not None and len(token_ids) == target.vocab_size:
             token_ids = None
-        self.token_ids = None if token_ids is None else token_ids.to(target.device)
+        self.token_ids = None if token_ids is None else token_ids.to(target.feature_device)
         self.size = target.vocab_size if token_ids is None else len(token_ids)
         self._linear = target.packed_lm_head if self.token_ids is None else None
         # Rows can be taken of a plain linear map only; another kind of LM head may do more, so it runs as it is.
         if self.token_ids is not None and type(self.lm_head) is nn.Linear:
-            weight, bias = self.lm_head.weight.detach(), self.lm_head.bias
-            self._linear = packed_linear(
-                weight[self.token_ids], None if bias is None else bias.detach()[self.token_ids]
-            )
+            with align_module_device(self.lm_head):  # brings a weight that is offloaded
+                weight, bias = self.lm_head.weight.detach(), self.lm_head.bias
+                self._linear = packed_linear(
+                    weight[self.token_ids], None if bias is None else bias.detach()[self.token_ids]
+                )
 
     def logits(self, features: Tensor) -> Tensor:
         """Float32 ``[n, size]`` for the head's outputs ``[n, H]``; column j is the token ``target_ids(j)``."""
@@ -213,7 +215,7 @@ class EagleDrafter:
         Where the planner skips a step, what was observed waits for the next draft's catch-up; copies are still verified
         where that pays.
         """
-        device = self.target.device
+        device = self.target.feature_device
         settings, planner = self.settings, self._planner
         depth = min(settings.depth_limit, max_depth)
         budget = min(settings.total_limit, max_nodes)
@@ -299,7 +301,7 @@ class EagleDrafter:
         hidden = torch.cat([rows for _, rows in self._pending])
         self._pending.clear()
         n, start = len(ids), self._cache.length
-        device = self.target.device
+        device = self.target.feature_device
         following = torch.tensor([*ids[1:], root], device=device)  # the token after each feature
         positions = torch.arange(start, start + n, device=device)
         visible = torch.ones(n, n, dtype=torch.bool, device=device).tril()
@@ -312,7 +314,7 @@ class EagleDrafter:
         cache_row: dict[int, int], position: int,
     ) -> Tensor:  # fmt: skip
         """One pass over a layer's selected nodes under the tree mask; returns the head's outputs ``[fed, H]``."""
-        device = self.target.device
+        device = self.target.feature_device
         before = self._cache.rows
         visible = []
         for row, node in enumerate(fed):
@@ -335,7 +337,7 @@ class EagleDrafter:
 
     def _run(self, token_ids: Tensor, features: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         dtype = self.head.dtype
-        embeds = self.target.embed(token_ids).to(dtype)
+        embeds = self.target.embed(token_ids.to(self.target.device)).to(features.device, dtype)
         return self.head.step(embeds, features.to(dtype), positions, visible, self._cache)
 
     def _log_probs(self, outputs: Tensor) -> Tensor:

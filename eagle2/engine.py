@@ -20,6 +20,7 @@ from .eagle import DraftVocabulary, EagleDrafter, TreeSettings
 from .generate import Prefill, Step, Stops, generate
 from .head import DraftHead, EagleHead
 from .lean import LeanHead
+from .processors import describe, settings_in_force
 from .race import RaceUpdate, RunRecorder, race
 from .target import Target
 from .trace import Trace
@@ -111,7 +112,9 @@ class Engine:
     ) -> None:  # fmt: skip
         self.target = Target(model, invariant=row_invariant)
         self.row_invariant = row_invariant
-        self.tokenizer, self.head, self.name, self.head_name = tokenizer, head, name, head_name
+        self.model_settings = settings_in_force(model)  # penalties and bans of the model's generation config
+        self.head = head.to(self.target.feature_device)
+        self.tokenizer, self.name, self.head_name = tokenizer, name, head_name
         # On the same blocks as the target, where these run it.
         lean_head = self.target.why_not_lean is None and LeanHead.refusal(head) is None
         self._draft_head: DraftHead = LeanHead(head) if lean_head else head
@@ -242,6 +245,7 @@ class Engine:
             "forward": "transformers" if self.target.why_not_lean else "lean",
             "row_invariant": self.row_invariant,
             **settings.describe(),
+            **({"generation_config": describe(self.model_settings)} if self.model_settings else {}),
             **({} if self.costs is None else {"costs": self.costs.to_dict()}),
             "versions": {
                 "eagle2": __version__,

@@ -236,6 +236,11 @@ class _Runner:
     """Runs prompts on one engine and emits each one's result."""
 
     def __init__(self, engine: Engine, settings: Settings, method: Method, cache: Path | None) -> None:
+        if method == "replay" and engine.model_settings:
+            raise ValueError(
+                f"the model's generation config sets {', '.join(engine.model_settings)}, which a replay does not follow; "
+                "evaluate by the full loop"
+            )
         self.engine, self.settings, self.method = engine, settings, method
         self.store: RecordingStore | None = None
         if cache is not None and method == "replay":

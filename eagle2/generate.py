@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .draft import Drafter, Proposal
+from .processors import PathProcessors
 from .target import Target, TargetOutput
 from .tree import DraftTree
 from .verify import SamplingParams, Verdict, check_finite, verify
@@ -90,13 +91,17 @@ def generate(
     """Decode ``prompt_ids``; yields a `Prefill`, then a `Step` per target pass (EAGLE-2 paper, sections 3 and 4).
 
     ``max_nodes`` bounds the drafted nodes of a step.  The output is the prefill's token and all steps' ``emitted``.
-    Raises `ContextLengthError` (from `Target.prefill`) before any pass, `NonFiniteLogitsError` with the number of the step.
+    Penalties and bans of the model's generation config are applied in the logits that are yielded (`eagle2.processors`).
+    Raises `GenerationConfigError` and `ContextLengthError` before any pass, `NonFiniteLogitsError` with the step's number.
     """
     limit = target.max_length
     rows = min(len(prompt_ids) + stops.max_new_tokens, limit)
     clock = _Clock(target.device)
     drafter.reset(rows)
+    processors = PathProcessors.of(target, len(prompt_ids), stops.max_new_tokens, stops.eos_ids)
     prefill = target.prefill(prompt_ids, rows + max_nodes + 1)
+    if processors is not None:
+        prefill = processors(prefill, prompt_ids)
     check_finite(prefill.logits, "target", 0)
     root = _first_token(prefill.logits, sampling, generator)
     drafter.observe(prompt_ids, prefill.hidden if drafter.needs_hidden else None)
@@ -112,6 +117,8 @@ def generate(
         tree = proposal.verified
         draft_seconds = clock.lap()
         result = target.forward(tree)
+        if processors is not None:
+            result = processors(result, [*prompt_ids, *output], tree)
         check_finite(result.logits, "target", number)
         verdict = verify(tree, result.logits, sampling, generator)
         verify_seconds = clock.lap()

@@ -59,8 +59,11 @@ class HeadConfig:
 
     @classmethod
     def for_target(cls, config: Any) -> HeadConfig:
-        """A head as wide as the target (any config with the Llama family's names)."""
-        return cls.from_dict(config.to_dict() | {"vocab_size": config.vocab_size}, fc_bias=False, attention_bias=False)
+        """A head as wide as the target, with the Llama family's layer whatever the target's own is."""
+        data = config.to_dict() | {"vocab_size": config.vocab_size, "hidden_act": "silu"}
+        data |= {name: getattr(config, name) for name in config.attribute_map}  # GPT-2 says n_embd, n_head, ...
+        data.setdefault("intermediate_size", 4 * data["hidden_size"])
+        return cls.from_dict(data, fc_bias=False, attention_bias=False)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], *, fc_bias: bool, attention_bias: bool) -> HeadConfig:

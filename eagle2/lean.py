@@ -289,10 +289,10 @@ class Lean:
             return "its weights lie on several devices"
         if any(type(module) is not nn.Linear for name, module in model.named_modules() if name.endswith("_proj")):
             return "its linear layers are quantized or adapted"
-        if type(model.get_output_embeddings()) is not nn.Linear:
-            return f"its LM head is a {type(model.get_output_embeddings()).__name__}"
         if any(parameter.dtype != parameters[0].dtype for parameter in parameters):
             return "its weights have several dtypes"
+        if type(model.get_output_embeddings()) is not nn.Linear:
+            return f"its LM head is a {type(model.get_output_embeddings()).__name__}"
         if parameters[0].device.type != "cpu":
             return f"it is on {parameters[0].device.type}, where a second copy of the weights is too dear"
         size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)

@@ -7,12 +7,13 @@ run on a lean forward instead (`eagle2.lean`), which gives the same logits soone
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .lean import Lean, LeanWeights, Linear
@@ -102,7 +103,7 @@ class Forward(Protocol):
     def forward(
         self, token_ids: Tensor, visible: Tensor, positions: Tensor, *, logit_rows: int
     ) -> tuple[Tensor | None, Tensor]:
-        """``token_ids [N]`` -> logits of the last ``logit_rows`` or more rows (None: of 0) and hidden ``[N, H]``.
+        """``token_ids [N]`` -> logits of the last ``logit_rows`` rows (None: of 0) and hidden ``[N, H]``.
 
         ``visible [N, N]`` is the mask among the rows of this pass; the prefix is visible to all of them.
         """
@@ -117,8 +118,9 @@ class HuggingFaceForward:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.lm_head = model.get_output_embeddings()
-        weight = model.get_input_embeddings().weight
-        self.device, self.dtype = weight.device, weight.dtype
+        self.device = runs_on(model.get_input_embeddings())
+        self.feature_device = runs_on(self.lm_head)
+        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self.capacity = 0
         self.layers = [PrefixLayer() for _ in range(model.config.get_text_config().num_hidden_layers)]
         self._cache = Cache(layers=list(self.layers))
@@ -149,24 +151,28 @@ class HuggingFaceForward:
         mask = torch.zeros(n, self.length + n, dtype=self.dtype, device=self.device)
         mask[:, self.length :].masked_fill_(~visible.to(self.device), torch.finfo(self.dtype).min)
         arguments = {
-            "input_ids": token_ids[None],
+            "input_ids": token_ids[None].to(self.device),
             "attention_mask": mask[None, None],
-            "position_ids": positions[None],
+            "position_ids": positions[None].to(self.device),
             "cache": self._cache,
             "use_cache": True,
         }
-        if not logit_rows:
-            hidden: Tensor = self.model.base_model(**arguments).last_hidden_state
-            return None, hidden[0]
         # The LM head's input is by definition the feature that its logits come from, whatever the architecture does
-        # around it (scaled or soft-capped logits).
+        # around it (scaled hidden states, scaled or soft-capped logits).
         seen: list[Tensor] = []
-        hook = self.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+
+        def look(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            seen.append(inputs[0][0])
+            return (inputs[0][:, -max(logit_rows, 1) :],)  # at 0 one row of logits that nobody reads
+
+        hook = self.lm_head.register_forward_pre_hook(look)
         try:
             logits: Tensor = self.model(**arguments).logits
         finally:
             hook.remove()
-        return logits[0], seen[0][0]
+        if not seen:
+            raise UnsupportedModelError(f"{type(self.model).__name__} does not run its LM head as a module of its own")
+        return logits[0] if logit_rows else None, seen[0].to(self.feature_device)
 
 
 class Target:
@@ -181,12 +187,16 @@ class Target:
         _check_supported(model)
         self.model = model
         self.config = model.config.get_text_config()
-        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.device = runs_on(model.get_input_embeddings())
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self.lm_head = model.get_output_embeddings()
-        self.hidden_size = int(self.lm_head.weight.shape[1])
-        self.vocab_size = int(self.lm_head.weight.shape[0])
-        self.max_length = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 20)
+        self.feature_device = runs_on(self.lm_head)  # of features; the draft head belongs there too
+        weight = self.lm_head.weight
+        self.feature_dtype: torch.dtype = weight.dtype if weight.is_floating_point() else self.dtype
+        # A quantized layer's weight may be packed: its shape says nothing.
+        self.hidden_size = int(getattr(self.lm_head, "in_features", weight.shape[-1]))
+        self.vocab_size = int(getattr(self.lm_head, "out_features", weight.shape[0]))
+        self.max_length = _context_length(self.config)
         self.why_not_lean: str | None = None
         if runs is None:
             self.why_not_lean = Lean.refusal(model) if lean else "it was asked not to"
@@ -281,6 +291,26 @@ class Target:
         return self._runs.forward(token_ids, visible, positions, logit_rows=logit_rows)
 
 
+def runs_on(module: nn.Module) -> torch.device:
+    """Where a module computes: its weight's device, or where accelerate brings the weight for each pass."""
+    hook = getattr(module, "_hf_hook", None)
+    for one in getattr(hook, "hooks", (hook,)):
+        if (device := getattr(one, "execution_device", None)) is not None:
+            return torch.device(device)
+    return next(module.parameters()).device
+
+
+def _context_length(config: Any) -> int:
+    """Positions that the model has; 1 << 20 where it sets no bound."""
+    length = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
+    # "longrope" turns all positions otherwise once a pass goes beyond the original length, while the cached keys stay as
+    # they were: what a token gets would depend on the passes it came in.
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        length = min(length, int(rope.get("original_max_position_embeddings") or length))
+    return length
+
+
 def _check_supported(model: Any) -> None:
     config = model.config.get_text_config()
     name = type(model).__name__
@@ -288,16 +318,31 @@ def _check_supported(model: Any) -> None:
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; EAGLE-2 needs a decoder-only one")
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{name} has no LM head")
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    other = sorted(kinds - {"full_attention"})
+    kinds = getattr(config, "layer_types", None)
+    other = sorted(set(kinds or ()) - {"full_attention"})
     if other or getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(
             f"{name} has layers of kind {', '.join(other) or 'recurrent'}; a draft tree needs full attention everywhere"
         )
     window = getattr(config, "sliding_window", None)
-    if window and getattr(config, "use_sliding_window", True):
+    if kinds is None and window and getattr(config, "use_sliding_window", True) and window < _context_length(config):
         raise UnsupportedModelError(
             f"{name} attends within a sliding window of {window}; a draft tree needs full attention"
+        )
+    accepted = inspect.signature(type(model).forward).parameters
+    if "position_ids" not in accepted or "cache" not in accepted or getattr(config, "alibi", False):
+        raise UnsupportedModelError(
+            f"{name} does not take position ids and a KV cache, so it cannot place the nodes of a draft tree"
+        )
+    # An encoder that was not told to be a decoder.  (The vision part of a decoder may look both ways.)
+    if getattr(config, "is_decoder", None) is False and any(
+        getattr(module, "is_causal", True) is False for module in model.base_model.modules()
+    ):
+        raise UnsupportedModelError(f"{name} attends to later tokens too; EAGLE-2 needs a causal model")
+    attention = getattr(config, "_attn_implementation", "eager")
+    if attention not in ("eager", "sdpa"):
+        raise UnsupportedModelError(
+            f"{name} was loaded with the attention {attention!r}, which takes no tree mask; load it with 'sdpa' or 'eager'"
         )
 
 

@@ -25,7 +25,10 @@ from .tree import DraftTree
 class SamplingParams:
     """How the target's tokens are chosen: temperature, then top-k, then top-p, the order that Hugging Face uses.
 
-    ``temperature=0`` is greedy decoding, ``top_k=0`` and ``top_p=1`` switch those filters off.
+    ``temperature=0`` is greedy decoding, ``top_k=0`` and ``top_p=1`` switch those filters off.  These alone decide: what
+    the model's ``generation_config`` says of sampling (``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``,
+    ``typical_p``, ``epsilon_cutoff``, ...) is not read.  Its penalties and bans are, in both modes: they are in the logits
+    already (`eagle2.processors`).
     """
 
     temperature: float = 0.0

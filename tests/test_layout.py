@@ -26,7 +26,8 @@ ALLOWED: dict[str, set[str]] = {
     "draft": {"tree"},
     "eagle": {"cost", "draft", "head", "lean", "lookup", "target", "tree", "verify"},
     "lookup": {"draft", "tree"},
-    "generate": {"draft", "target", "tree", "verify"},
+    "processors": {"target", "tree"},
+    "generate": {"draft", "processors", "target", "tree", "verify"},
     "record": {"generate", "trace", "verify"},
     "race": {"generate", "record", "text", "trace", "verify"},
     "engine": {
@@ -38,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
         "head",
         "lean",
         "models",
+        "processors",
         "race",
         "target",
         "trace",

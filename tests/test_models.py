@@ -23,6 +23,7 @@ import pytest
 
 from eagle2 import models
 from eagle2.models import ModelError, Preset, encode_chat, load_model, model_files
+from eagle2.processors import settings_in_force
 
 GGUF = random.Random(7).randbytes(300_000)
 
@@ -683,6 +684,7 @@ def test_embedded_tokenizer(embedded_model: tuple[Any, Any]) -> None:
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", 2)
     assert model.generation_config.eos_token_id == 2
     assert model.generation_config.bos_token_id == 1
+    assert settings_in_force(model) == {}  # no processor, so no cost
     assert len(tokenizer) == model.config.vocab_size == 49152
     # Digits stand alone, also after blanks, where the plain byte-level pattern would split the blanks too.
     assert tokenizer.tokenize("  12  34\n 56") == ["ĠĠ", "1", "2", "ĠĠ", "3", "4", "ĊĠ", "5", "6"]
