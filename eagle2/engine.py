@@ -124,9 +124,7 @@ class Engine:
         if folder is None:
             raise ValueError(f"{model!r} has no draft head of its own; name one with --head FOLDER")
         loaded, tokenizer = models.load_model(model, dtype=DTYPES[dtype], device=device, progress=progress)
-        eagle_head = EagleHead.load(
-            folder, target_config=loaded.config.get_text_config(), device=device, dtype=DTYPES[dtype]
-        )
+        eagle_head = EagleHead.load(folder, target=loaded, device=device, dtype=DTYPES[dtype])
         return cls(
             loaded,
             tokenizer,
