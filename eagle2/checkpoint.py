@@ -146,7 +146,7 @@ def _check_kind(folder: Path, tensors: dict[str, Tensor]) -> None:
     ]
     if not third and fc is not None and fc.dim() == 2 and fc.shape[1] == 3 * fc.shape[0]:
         third = [f"an fc over three features, {list(fc.shape)}"]
-    layers = {int(found[1]) for name in tensors if (found := re.match(r"layers\.(\d+)\.", name))}
+    layers = {int(match[1]) for name in tensors if (match := re.match(r"layers\.(\d+)\.", name))}
     if third:
         found = f"an EAGLE-3 head (it has {sorted(third)[0]})"
     elif any(re.match(r"(medusa_head\.)?\d+\.\d+\.", name) for name in tensors):

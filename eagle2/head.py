@@ -26,7 +26,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from .checkpoint import HeadFormatError, read_config, read_tensors
 
-
 COPY_ROWS = 1024  # of a copy of the target's matrix that are compared with it
 COPY_LIMIT = 0.02  # relative difference: float16 and bfloat16 copies of the same numbers differ by 0.002
 

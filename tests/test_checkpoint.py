@@ -90,7 +90,7 @@ def test_prefixes_are_taken_off(made: Any, tmp_path: Path, prefix: str) -> None:
     prefixed = {prefix + name: value for name, value in tensors.items()}
     found = values(EagleHead.load(write_head(tmp_path / "prefixed", config, prefixed), target=model))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    with pytest.raises(HeadFormatError, match="fc.weight twice"):
+    with pytest.raises(HeadFormatError, match=r"fc\.weight twice"):
         EagleHead.load(write_head(tmp_path / "twice", config, prefixed | {"fc.weight": tensors["fc.weight"]}))
 
 
