@@ -363,7 +363,7 @@ def _models(args: argparse.Namespace) -> None:
     for device in rows["devices"]:
         print(f"{device['device']}: {device['name']}, {device['free_bytes'] / 1e9:.1f} GB free")
     print()
-    print(f"{'preset':<23}{'memory':>7} {'dtype':<9}{'runs here':<27}{'tree':<9}target and head; licence")
+    print(f"{'preset':<23}{'memory':>9} {'dtype':<9}{'runs here':<27}{'tree':<9}target and head; licence")
     for row in rows["presets"]:
         runs = [
             f"{device}, {dtype}"
@@ -374,7 +374,7 @@ def _models(args: argparse.Namespace) -> None:
         ]
         what = f"{row['target']} + {row['head']}; {row['licence']}{', gated' if row['gated'] else ''}"
         print(
-            f"{row['name']:<23}{row['memory_bytes'][row['dtype']] / 1e9:>4.1f} GB {row['dtype']:<9}"
+            f"{row['name']:<23}{row['memory_bytes'][row['dtype']] / 1e9:>6.1f} GB {row['dtype']:<9}"
             f"{runs[0] if runs else 'no, too large':<27}{'/'.join(map(str, row['tree'].values())):<9}{what}"
             f"{'; ' + row['note'] if row['note'] else ''}"
         )

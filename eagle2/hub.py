@@ -8,6 +8,7 @@ have to be accepted, a full disk.
 from __future__ import annotations
 
 import errno
+import os
 import re
 import shutil
 import socket
@@ -159,13 +160,15 @@ def _size(path: Path) -> int | None:
 
 def _sweep(found: Listing) -> None:
     """Remove files of another size than listed, which the hub's client would take for whole, and halves of killed runs."""
+    repository = found.folder.parent.parent
     for name in found.missing:
         path = found.folder / name
-        blob = path.resolve()
-        if blob.is_file() and path.is_relative_to(found.folder):
-            blob.unlink()
+        if path.is_symlink():
+            blob = Path(os.path.normpath(path.parent / os.readlink(path)))
+            if blob.is_relative_to(repository):
+                blob.unlink(missing_ok=True)
         path.unlink(missing_ok=True)
-    for half in (found.folder.parent.parent / "blobs").glob("*.incomplete"):
+    for half in (repository / "blobs").glob("*.incomplete"):
         if time.time() - half.stat().st_mtime > STALE:
             half.unlink(missing_ok=True)
 

@@ -87,6 +87,7 @@ def head_files(
     """
     preset = PRESETS.get(name)
     own = preset.head if preset else None
+    _check_device(device)
     check_memory(name, dtype=dtype, device=device)
     if head is None and not isinstance(own, Repo):
         folder = default_head(name)
@@ -209,6 +210,15 @@ def check_memory(name: str, *, dtype: str, device: str) -> None:
     )
 
 
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # torch raises half a dozen kinds here
+        raise ModelError(f"the device {device!r} cannot be used ({_line(error)})") from error
+
+
 def _check_tokenizer(found: hub.Listing) -> None:
     """Raise where the tokenizer is a SentencePiece file that transformers could not read here."""
     needed = [name for name in ("sentencepiece", "google.protobuf") if not _installed(name)]
@@ -232,12 +242,7 @@ def load_model(
 
     ``name`` is a preset, a local folder or a hub id.  Code from the hub is never run and weights are read as data only.
     """
-    import torch
-
-    try:
-        torch.empty(0, device=device)
-    except Exception as error:  # torch raises half a dozen kinds here
-        raise ModelError(f"the device {device!r} cannot be used ({_line(error)})") from error
+    _check_device(device)
     check_memory(name, dtype=str(dtype).split(".")[-1], device=device)
     source = model_files(name, progress)
     preset = PRESETS.get(name)
@@ -262,8 +267,9 @@ def load_model(
     except Exception as error:  # whatever a stranger's folder raises must end in one sentence
         if preset is None and Path(name).expanduser().is_dir():
             advice = f"; give a hub id, a local folder or a preset ({', '.join(PRESETS)})"
-        else:
-            advice = f"; if it fails again, delete {source} and it will be fetched anew"
+        else:  # in the hub's cache a snapshot is a folder of links
+            made = source.parent.parent if source.parent.name == "snapshots" else source
+            advice = f"; if it fails again, delete {made} and it will be fetched anew"
         raise ModelError(f"the model {name!r} could not be loaded ({_line(error)}){advice}") from error
     # transformers fills what is missing with random numbers and only warns.
     wrong = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in report.get(kind) or ())

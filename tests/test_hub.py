@@ -21,7 +21,7 @@ import pytest
 from eagle2 import hub, models
 from eagle2.engine import Engine, Settings
 from eagle2.hub import ModelError, Repo
-from eagle2.presets import Preset, Shape, Tree
+from eagle2.presets import CHATS, Preset, Shape, Tree
 from tests.checkpoints import official_config, official_tensors, write_head
 from tests.tiny import byte_tokenizer, reference, tiny_model
 
@@ -235,6 +235,20 @@ def test_a_damaged_cache_is_mended(served: Hub, name: str, monkeypatch: pytest.M
     assert (folder / name).read_bytes() == whole
 
 
+def test_damage_that_the_size_does_not_show(served: Hub) -> None:
+    import torch
+
+    folder = hub.fetch(Repo(TARGET), quiet)
+    weights = folder / "model.safetensors"
+    weights.resolve().write_bytes(bytes(weights.stat().st_size))
+    with pytest.raises(ModelError, match=r"could not be loaded .*; if it fails again, delete ") as caught:
+        models.load_model(TARGET, dtype=torch.float32, device="cpu", progress=quiet)
+    found = re.search("delete (.*) and it will be fetched anew", str(caught.value))
+    assert found
+    shutil.rmtree(found[1])
+    models.load_model(TARGET, dtype=torch.float32, device="cpu", progress=quiet)
+
+
 @pytest.mark.parametrize(
     ("refusal", "token", "message"),
     [
@@ -381,6 +395,32 @@ def test_sentencepiece_is_asked_for_before_the_weights(served: Hub, monkeypatch:
     with pytest.raises(ModelError, match="needs two more packages: pip install sentencepiece protobuf"):
         models.model_files(TARGET, quiet)
     assert served.fetched("model.safetensors") == 0
+
+
+def test_tokenizer_of_sentencepiece_alone(tmp_path: Path) -> None:
+    """Vicuna and LLaMA 2 have no tokenizer.json: transformers makes one of tokenizer.model, with these two packages."""
+    if os.environ.get("CI", "").lower() not in ("1", "true"):
+        pytest.importorskip("sentencepiece")
+        pytest.importorskip("google.protobuf")
+    import sentencepiece
+    from transformers import AutoTokenizer
+
+    assert all(map(models._installed, ("sentencepiece", "google.protobuf")))
+    with open(tmp_path / "tokenizer.model", "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["A chat between USER: and ASSISTANT: hello world"] * 50), model_writer=file,
+            vocab_size=300, hard_vocab_limit=False, model_type="bpe", byte_fallback=True, bos_id=1, eos_id=2, unk_id=0,
+            pad_id=-1, normalization_rule_name="identity", minloglevel=2,
+        )  # fmt: skip
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"legacy": False}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert tokenizer.chat_template is None
+    tokenizer.chat_template = CHATS["vicuna"]
+    ids = models.encode_chat(tokenizer, [{"role": "user", "content": "hello </s> world"}])
+    assert (ids[0], ids.count(1), ids.count(2)) == (1, 1, 0)
+    assert tokenizer.decode(ids[1:]).endswith("USER: hello </s> world ASSISTANT:")
 
 
 def test_hub_ids() -> None:

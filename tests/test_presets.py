@@ -117,6 +117,11 @@ def test_the_embedded_preset_is_tried_whatever_the_memory(monkeypatch: pytest.Mo
     models.check_memory("owner/name", dtype="float32", device="cpu")
 
 
+def test_a_device_that_is_not_there_is_named_before_memory() -> None:
+    with pytest.raises(ModelError, match="the device 'cuda:99' cannot be used"):
+        Engine.load("vicuna-7b", device="cuda:99")
+
+
 def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < models.free_memory("cpu") < 1 << 50
     for name, text in {
