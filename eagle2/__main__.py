@@ -1,4 +1,4 @@
-"""Command line: ``python -m eagle2 generate|race|trace|gallery|eval|bench|train|export``."""
+"""Command line: ``python -m eagle2 generate|race|trace|gallery|models|eval|bench|train|export``."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ examples:
   python -m eagle2 race "Tell me a story." --depth 6 --top-k 10 --total-tokens 59    (the paper's tree)
   python -m eagle2 trace "10+2=" -o run.json.gz
   python -m eagle2 gallery --only lighthouse
+  python -m eagle2 models
   python -m eagle2 eval --questions questions.jsonl --limit 20 --json
   python -m eagle2 bench --quick --dtype bfloat16 --chart speed.html
   python -m eagle2 train --out my-head --answer-tokens 200000
@@ -131,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         "--only", action="append", default=[], metavar="ID", help="this run; may be repeated (default: all)"
     )
     sub.add_argument("--folder", metavar="FOLDER", help="with an index.toml of your own (default: assets/traces)")
+    command("models", "The presets, the memory each needs, and which of them fit this machine.", output)
     sub = command("eval", "tau, acceptance by depth and calibration over question files.", models, runs, output)
     sub.add_argument("--questions", required=True, nargs="+", metavar="FILE",
                      help="FastChat JSONL, first turns are used; a folder: all its .jsonl files")  # fmt: skip
@@ -358,6 +360,39 @@ def _gallery(args: argparse.Namespace) -> None:
     print(f"{meta['target']}, head {meta['head']}, {meta['dtype']} on {meta['device']}, {meta['threads']} threads")
 
 
+def _models(args: argparse.Namespace) -> None:
+    from . import models
+
+    rows = models.overview()
+    if args.json:
+        _print_json(rows)
+        return
+    for device in rows["devices"]:
+        print(f"{device['device']}: {device['name']}, {device['free_bytes'] / 1e9:.1f} GB free")
+    print()
+    print(f"{'preset':<23}{'memory':>9} {'dtype':<9}{'runs here':<27}{'tree':<9}target and head; licence")
+    for row in rows["presets"]:
+        runs = [
+            f"{device}, {dtype}"
+            if dtype == models.auto_dtype(row["name"], device)
+            else f"{device} with --dtype {dtype}"
+            for device, dtype in row["fits"].items()
+            if dtype
+        ]
+        what = f"{row['target']} + {row['head']}; {row['licence']}{', gated' if row['gated'] else ''}"
+        print(
+            f"{row['name']:<23}{row['memory_bytes'][row['dtype']] / 1e9:>6.1f} GB {row['dtype']:<9}"
+            f"{runs[0] if runs else 'no, too large':<27}{'/'.join(map(str, row['tree'].values())):<9}{what}"
+            f"{'; ' + row['note'] if row['note'] else ''}"
+        )
+    print()
+    print(
+        "Memory is computed: parameters of target and head, key and value rows of two lanes of 4096 tokens (or the "
+        "context), 1 GiB for the process. tree: the paper's depth/top-k/total-tokens, the root not counted. A gated model "
+        "needs its terms accepted on the hub and a token in HF_TOKEN."
+    )
+
+
 def _eval(args: argparse.Namespace) -> None:
     from .evaluate import evaluate_sets, read_question_sets, table
 
@@ -480,8 +515,8 @@ def _export(args: argparse.Namespace) -> None:
 
 
 COMMANDS = {
-    "generate": _generate, "race": _race, "trace": _trace, "gallery": _gallery, "eval": _eval, "bench": _bench,
-    "train": _train, "export": _export,
+    "generate": _generate, "race": _race, "trace": _trace, "gallery": _gallery, "models": _models,
+    "eval": _eval, "bench": _bench, "train": _train, "export": _export,
 }  # fmt: skip
 
 

@@ -7,7 +7,6 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -136,29 +135,25 @@ class Engine:
         progress: Progress | None = None, full_vocabulary: bool = False, costs: Costs = "auto",
         row_invariant: bool = False,
     ) -> Engine:  # fmt: skip
-        """Load a preset, a local folder or a hub id; ``head`` is a folder (a preset brings its own).
+        """Load a preset, a local folder or a hub id; ``head`` is a folder or a hub id (a preset brings its own).
 
-        ``dtype="auto"``: float32 on CPU, where both lanes then give the same ids; half precision on a GPU.
+        ``dtype="auto"``: float32 on CPU, where both lanes then give the same ids; half precision (a preset's own) on a GPU.
         """
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         if dtype == "auto":
-            dtype = "float32" if device == "cpu" else "bfloat16"
+            dtype = models.auto_dtype(model, device)
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
-        folder = Path(head) if head else models.default_head(model)
-        if folder is None:
-            raise ValueError(f"{model!r} has no draft head of its own; name one with --head FOLDER")
+        folder, head_name = models.head_files(model, head, dtype=dtype, device=device, progress=progress)
         loaded, tokenizer = models.load_model(model, dtype=DTYPES[dtype], device=device, progress=progress)
-        eagle_head = EagleHead.load(
-            folder, target_config=loaded.config.get_text_config(), device=device, dtype=DTYPES[dtype]
-        )
+        eagle_head = EagleHead.load(folder, target=loaded, device=device, dtype=DTYPES[dtype])
         return cls(
             loaded,
             tokenizer,
             eagle_head,
             name=model,
-            head_name=folder.name,
+            head_name=head_name,
             full_vocabulary=full_vocabulary,
             costs=costs,
             row_invariant=row_invariant,

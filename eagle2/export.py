@@ -175,7 +175,7 @@ def _target_config(name: str, progress: models.Progress | None) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(models.model_files(name, progress)).get_text_config()
+        return AutoConfig.from_pretrained(models.model_files(name, progress, weights=False)).get_text_config()
     except (OSError, ValueError) as error:
         raise ExportError(f"the target {name} cannot be read: {models._line(error)}") from error
 

@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from .checkpoint import HeadFormatError, read_config, read_tensors
 
-class HeadFormatError(ValueError):
-    """The folder does not hold a usable EAGLE-1/2 head for this target; the message says what was found and expected."""
+COPY_ROWS = 1024  # of a copy of the target's matrix that are compared with it
+COPY_LIMIT = 0.02  # relative difference: float16 and bfloat16 copies of the same numbers differ by 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,11 @@ class HeadConfig:
     attention_bias: bool = False
 
     def __post_init__(self) -> None:
+        for name in (
+            "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise HeadFormatError(f"the head's config has {name} {getattr(self, name)}; it must be at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
             raise HeadFormatError(
                 f"the head's config has {self.num_attention_heads} attention heads, which do not divide into "
@@ -70,31 +76,43 @@ class HeadConfig:
         """From an official ``config.json``. Whether there are biases is for the tensors to say, not for the config."""
         try:
             heads = int(data["num_attention_heads"])
-            rope = data.get("rope_parameters") or {
-                "rope_type": "default",
-                "rope_theta": data.get("rope_theta", 10000.0),
-            }
-            if data.get("rope_scaling"):
-                scaling = dict(data["rope_scaling"])
-                rope = {**rope, **scaling, "rope_type": scaling.get("rope_type", scaling.get("type", "default"))}
             return cls(
                 hidden_size=int(data["hidden_size"]),
                 intermediate_size=int(data["intermediate_size"]),
                 num_attention_heads=heads,
                 num_key_value_heads=int(data.get("num_key_value_heads") or heads),
-                head_dim=int(data.get("head_dim") or data["hidden_size"] // heads),
+                head_dim=int(data.get("head_dim") or int(data["hidden_size"]) // heads),
                 vocab_size=int(data["vocab_size"]),
-                rms_norm_eps=float(data.get("rms_norm_eps", 1e-6)),
-                rope=rope,
-                max_position_embeddings=int(data.get("max_position_embeddings", 2048)),
-                hidden_act=str(data.get("hidden_act", "silu")),
+                rms_norm_eps=float(data.get("rms_norm_eps") or 1e-6),
+                rope=_rope(data),
+                max_position_embeddings=int(data.get("max_position_embeddings") or 2048),
+                hidden_act=str(data.get("hidden_act") or "silu"),
                 fc_bias=fc_bias,
                 attention_bias=attention_bias,
             )
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, HeadFormatError):
-                raise
+        except HeadFormatError:
+            raise
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise HeadFormatError(f"the head's config.json lacks or garbles a setting: {error}") from error
+
+    @property
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What the checkpoint must hold: shapes by official name."""
+        width, inner = self.hidden_size, self.intermediate_size
+        queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        layer: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj.weight": (queries, width), "self_attn.k_proj.weight": (keys, width),
+            "self_attn.v_proj.weight": (keys, width), "self_attn.o_proj.weight": (width, queries),
+            "mlp.gate_proj.weight": (inner, width), "mlp.up_proj.weight": (inner, width),
+            "mlp.down_proj.weight": (width, inner), "post_attention_layernorm.weight": (width,),
+        }  # fmt: skip
+        if self.attention_bias:
+            layer |= {"self_attn.q_proj.bias": (queries,)}
+            layer |= {"self_attn.k_proj.bias": (keys,), "self_attn.v_proj.bias": (keys,)}
+        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, 2 * width)}
+        if self.fc_bias:
+            shapes["fc.bias"] = (width,)
+        return shapes | {f"layers.0.{name}": shape for name, shape in layer.items()}
 
     def to_llama(self) -> LlamaConfig:
         return LlamaConfig(
@@ -328,29 +346,26 @@ class EagleHead(nn.Module):
 
     @classmethod
     def load(
-        cls, folder: str | Path, *, target_config: Any = None, device: torch.device | str = "cpu",
+        cls, folder: str | Path, *, target_config: Any = None, target: Any = None, device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> EagleHead:  # fmt: skip
         """Read a head folder; every tensor must be present, known and of the right shape.
 
-        With ``target_config`` the head must fit that target.  Raises `HeadFormatError` with one sentence otherwise.
+        With ``target_config`` the head must fit that target.  With ``target``, the loaded model, copies of its matrices
+        in the file must also be equal to its own.  Raises `HeadFormatError` with one sentence otherwise.
         """
         folder = Path(folder)
-        tensors = _read_tensors(folder)
-        try:
-            data = json.loads((folder / "config.json").read_text())
-        except FileNotFoundError:
-            raise HeadFormatError(f"{folder} has no config.json") from None
-        except ValueError as error:
-            raise HeadFormatError(f"{folder}/config.json is not valid JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise HeadFormatError(f"{folder}/config.json is not a JSON object")
-        if any(name in tensors for name in ("midlayer.self_attn.q_proj.weight", "d2t", "t2d")):
-            raise HeadFormatError(f"{folder} holds an EAGLE-3 head; this program runs EAGLE-1 and EAGLE-2 heads")
+        tensors, data = read_tensors(folder), read_config(folder)
         # The file decides about biases: configs are often wrong about them.
         config = HeadConfig.from_dict(
             data, fc_bias="fc.bias" in tensors, attention_bias="layers.0.self_attn.q_proj.bias" in tensors
         )
+        if data.get("num_hidden_layers", 1) != 1:
+            raise HeadFormatError(
+                f"{folder}/config.json speaks of {data['num_hidden_layers']} layers; an EAGLE-1 or EAGLE-2 head has 1"
+            )
+        if target is not None:
+            target_config = target.config.get_text_config()
         if target_config is not None:
             for name in ("hidden_size", "vocab_size"):
                 found, expected = getattr(config, name), getattr(target_config, name)
@@ -358,29 +373,100 @@ class EagleHead(nn.Module):
                     raise HeadFormatError(
                         f"the head in {folder} has {name} {found}, the target {expected}: it was made for another target"
                     )
-        for name in ("embed_tokens.weight", "lm_head.weight"):
-            tensors.pop(name, None)  # copies of the target's own, which are used instead
-        head = cls(config)
-        if "draft_token_ids" in tensors:
-            head.with_draft_tokens(tensors.pop("draft_token_ids"))
-        expected_shapes = {name: tuple(value.shape) for name, value in head.state_dict().items()}
-        missing = sorted(set(expected_shapes) - set(tensors))
-        unknown = sorted(set(tensors) - set(expected_shapes))
-        if missing:
-            raise HeadFormatError(f"the head in {folder} lacks {', '.join(missing)}")
-        if unknown:
+        for name in ("embed_tokens", "lm_head"):
+            if (copy := tensors.pop(f"{name}.weight", None)) is not None:
+                _check_copy(folder, f"{name}.weight", copy, config, target)
+        frequencies = tensors.pop("layers.0.self_attn.rotary_emb.inv_freq", None)
+        token_ids = tensors.pop("draft_token_ids", None)
+        _check_tensors(folder, tensors, config)
+        _check_rope(folder, config, frequencies)
+        head = cls(config).to(dtype)
+        if token_ids is not None:
+            head.with_draft_tokens(token_ids)
+        head.load_state_dict(tensors)
+        for name, value in head.state_dict().items():
+            if not torch.isfinite(value).all():
+                kind = str(dtype).split(".")[-1]
+                raise HeadFormatError(f"the head's {name} holds values beyond the range of {kind}; use bfloat16")
+        return head.to(device=device).eval().requires_grad_(False)
+
+
+def _rope(data: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings as transformers 5 names them, from ``rope_parameters`` or the older ``rope_scaling``, ``rope_theta``."""
+    rope = {"rope_type": "default", "rope_theta": data.get("rope_theta") or 10000.0}
+    for key in ("rope_parameters", "rope_scaling"):
+        given = dict(data.get(key) or {})
+        if any(isinstance(value, dict) for value in given.values()):
+            raise HeadFormatError(f"the head's config has rotary settings for several kinds of layers: {given}")
+        if "type" in given:
+            given.setdefault("rope_type", given.pop("type"))
+        rope |= {name: value for name, value in given.items() if value is not None}
+    rope["rope_theta"] = float(rope["rope_theta"])
+    if rope["rope_type"] != "default" and rope["rope_type"] not in ROPE_INIT_FUNCTIONS:
+        raise HeadFormatError(
+            f"the head's config asks for the rotary embedding {rope['rope_type']!r}; known are default, "
+            f"{', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
+        )
+    return rope
+
+
+def _check_copy(folder: Path, name: str, copy: Tensor, config: HeadConfig, target: Any) -> None:
+    """Raise unless ``copy [V, H]``, which many files hold, is the target's own matrix; that one is then used.
+
+    Fewer rows than all are compared.  A target whose weights lie elsewhere (offloaded) cannot be compared with.
+    """
+    expected = (config.vocab_size, config.hidden_size)
+    if tuple(copy.shape) != expected:
+        raise HeadFormatError(
+            f"the head's {name} has shape {list(copy.shape)}; its config.json calls for {list(expected)}"
+        )
+    if target is None:
+        return
+    layer = target.get_input_embeddings() if name.startswith("embed") else target.get_output_embeddings()
+    own = getattr(layer, "weight", None)
+    if own is None or own.is_meta or not own.is_floating_point() or own.shape != copy.shape:
+        return
+    rows = torch.linspace(0, len(copy) - 1, min(len(copy), COPY_ROWS)).long()
+    theirs = own.detach()[rows.to(own.device)].float().cpu()
+    difference = float((copy[rows].float() - theirs).norm() / theirs.norm().clamp_min(1e-30))
+    if not difference <= COPY_LIMIT:  # also for NaN
+        raise HeadFormatError(
+            f"the head in {folder} holds a copy of its target's {name} that differs from this target's by "
+            f"{difference:.0%}: it was made for another target"
+        )
+
+
+def _check_rope(folder: Path, config: HeadConfig, stored: Tensor | None) -> None:
+    """Raise unless the rotary settings work and give the frequencies that the file stores (older files do)."""
+    try:
+        expected = LlamaRotaryEmbedding(config.to_llama()).inv_freq
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise HeadFormatError(f"the head's rotary settings {config.rope} cannot be used: {error}") from error
+    if stored is not None and not (
+        stored.shape == expected.shape and torch.allclose(stored.float(), expected, rtol=0.01)
+    ):
+        raise HeadFormatError(
+            f"the head in {folder} stores rotary frequencies that are not those of its config.json ({config.rope})"
+        )
+
+
+def _check_tensors(folder: Path, tensors: dict[str, Tensor], config: HeadConfig) -> None:
+    shapes = config.tensor_shapes
+    norm = tensors.get("layers.0.input_layernorm.weight")
+    if norm is not None and bool((norm == 1).all()):  # a placeholder: a trained one would not be exactly 1
+        del tensors["layers.0.input_layernorm.weight"]
+    missing, unknown = sorted(set(shapes) - set(tensors)), sorted(set(tensors) - set(shapes))
+    if missing:
+        raise HeadFormatError(f"the head in {folder} lacks {', '.join(missing)}")
+    if unknown:
+        raise HeadFormatError(f"the head in {folder} has tensors that an EAGLE-2 head does not: {', '.join(unknown)}")
+    for name, shape in shapes.items():
+        if tuple(tensors[name].shape) != shape:
             raise HeadFormatError(
-                f"the head in {folder} has tensors that an EAGLE-2 head does not: {', '.join(unknown)}"
+                f"the head's {name} has shape {list(tensors[name].shape)}; its config.json calls for {list(shape)}"
             )
-        for name, shape in expected_shapes.items():
-            if tuple(tensors[name].shape) != shape:
-                raise HeadFormatError(
-                    f"the head's {name} has shape {list(tensors[name].shape)}; its config.json calls for {list(shape)}"
-                )
-            if not torch.isfinite(tensors[name].float()).all():
-                raise HeadFormatError(f"the head's {name} holds values that are not numbers")
-        head.load_state_dict({name: value.float() for name, value in tensors.items()})
-        return head.to(device=device, dtype=dtype).eval().requires_grad_(False)
+        if not torch.isfinite(tensors[name].float()).all():
+            raise HeadFormatError(f"the head's {name} holds values that are not numbers")
 
 
 def _check_draft_tokens(token_ids: Tensor, vocab_size: int) -> None:
@@ -400,23 +486,3 @@ def _check_draft_tokens(token_ids: Tensor, vocab_size: int) -> None:
         raise HeadFormatError(
             f"the head's draft_token_ids runs from {low} to {high}, outside of the vocabulary of {vocab_size} tokens"
         )
-
-
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
-    try:
-        if safe.exists():
-            return load_file(safe)
-        if pickled.exists():
-            loaded = torch.load(pickled, map_location="cpu", weights_only=True)
-            if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
-                raise HeadFormatError(f"{pickled} does not hold a dictionary of tensors")
-            return dict(loaded)
-    except HeadFormatError:
-        raise
-    except (SafetensorError, OSError, EOFError) as error:
-        raise HeadFormatError(f"the head's weights in {folder} cannot be read: {error}") from error
-    except Exception as error:  # torch.load raises many kinds for a damaged or unsafe pickle
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise HeadFormatError(f"the head's weights in {folder} cannot be read: {first}") from error
-    raise HeadFormatError(f"{folder} has neither model.safetensors nor pytorch_model.bin")

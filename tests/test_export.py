@@ -335,7 +335,7 @@ def test_one_sentence_for_each_mistake(
         (("--head", head, "--to", "official", "--out", tmp_path / "o"), "name the target with --model"),
         (("--head", tmp_path / "none", "--to", "vllm", "--out", tmp_path / "o"), "does not exist"),
         (("--head", tmp_path / "empty", "--to", "vllm", "--out", tmp_path / "o"), "neither model.safetensors nor"),
-        (("--head", folders["target"], "--to", "vllm", "--out", tmp_path / "o"), "lacks fc.weight"),
+        (("--head", folders["target"], "--to", "vllm", "--out", tmp_path / "o"), "holds a whole language model"),
         (("--head", head, "--to", "vllm", "--out", foreign), "thesis.txt"),
         (("--head", head, "--to", "vllm", "--out", head), "choose another folder"),
         (("--head", head, "--to", "vllm", "--out", file), "is no folder"),

@@ -95,7 +95,7 @@ def test_copies_of_the_targets_matrices_are_ignored(saved: Path) -> None:
     [
         ({"fc__weight": None}, "lacks fc.weight"),
         ({"layers__0__self_attn__o_proj__weight": None}, "lacks layers.0.self_attn.o_proj.weight"),
-        ({"layers__0__input_layernorm__weight": torch.ones(32)}, "layers.0.input_layernorm.weight"),
+        ({"layers__0__input_layernorm__weight": torch.full((32,), 1.5)}, "layers.0.input_layernorm.weight"),
         ({"fc__weight": torch.zeros(32, 32)}, r"fc.weight has shape \[32, 32\].*\[32, 64\]"),
         ({"fc__weight": torch.full((32, 64), float("nan"))}, "not numbers"),
         ({"midlayer__self_attn__q_proj__weight": torch.zeros(32, 64)}, "EAGLE-3"),
