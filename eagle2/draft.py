@@ -17,17 +17,19 @@ class Proposal:
     """The expanded tree, its nodes that the target is to verify, and how it was grown.
 
     ``kept`` are indices into ``expanded`` (root not counted), parents first; ``selected`` are, pass by pass of the
-    expansion phase, the nodes that were fed to the draft head.
+    expansion phase, the nodes that were fed to the draft head.  ``laid_out`` is `verified` where the drafter has it at
+    hand, made on its device.
     """
 
     expanded: DraftTree
     kept: tuple[int, ...]
     selected: tuple[tuple[int, ...], ...] = ()
+    laid_out: DraftTree | None = None
 
     @property
     def verified(self) -> DraftTree:
         """What the target sees: the root and the kept nodes."""
-        return self.expanded.select(self.kept)
+        return self.expanded.select(self.kept) if self.laid_out is None else self.laid_out
 
 
 class Drafter(Protocol):
