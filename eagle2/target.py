@@ -2,7 +2,7 @@
 
 Sole owner of how the target runs and of its KV cache.  Any Hugging Face causal LM with full attention works: the tree
 goes in through a 4-D mask and explicit position ids, the cache is preallocated and indexable.  Models of the Llama family
-run on a lean forward instead (`eagle2.lean`), which gives the same logits sooner.
+run on a lean forward instead (`eagle2.lean`; on a GPU `eagle2.graphs`), which gives the same logits sooner.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .graphs import GraphForward
 from .lean import Lean, LeanWeights
 from .tree import DraftTree
 
@@ -173,7 +174,8 @@ class Target:
     """A causal LM and one sequence's KV cache.
 
     ``fork()`` gives a second sequence on the same weights (the other lane of a race).  Batch size is 1.  ``lean``: run on
-    `eagle2.lean` where the model allows it (``why_not_lean`` says why it does not), else through the model's own code.
+    `eagle2.lean`, on a GPU on `eagle2.graphs`, where the model allows it (``why_not_lean`` says why it does not), else
+    through the model's own code.
     """
 
     def __init__(self, model: Any, *, lean: bool = True, runs: Forward | None = None) -> None:
@@ -188,8 +190,11 @@ class Target:
         self.max_length = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 20)
         self.why_not_lean: str | None = None
         if runs is None:
-            self.why_not_lean = Lean.refusal(model) if lean else "it was asked not to"
-            runs = HuggingFaceForward(model) if self.why_not_lean else Lean(LeanWeights(model))
+            if lean and GraphForward.refusal(model) is None:
+                runs = GraphForward.of(model)
+            else:
+                self.why_not_lean = Lean.refusal(model) if lean else "it was asked not to"
+                runs = HuggingFaceForward(model) if self.why_not_lean else Lean(LeanWeights(model))
         self._runs: Forward = runs
         self._pass_rows = 0  # rows of the last pass that are not committed
 
@@ -203,6 +208,13 @@ class Target:
     def length(self) -> int:
         """Tokens whose KV are committed."""
         return self._runs.length
+
+    @property
+    def forward_name(self) -> str:
+        """ "transformers", "lean", or "graphs" (with the reason, where there should be graphs and are none)."""
+        if isinstance(self._runs, GraphForward):
+            return self._runs.name
+        return "transformers" if self.why_not_lean else "lean"
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's own token embeddings ``[..., H]``."""
@@ -250,8 +262,8 @@ class Target:
 
         Position id = prefix length + depth.  Nothing is committed.
         """
-        depths = torch.tensor(tree.depths, device=self.device)
-        logits, hidden = self._forward(tree.token_ids, tree.ancestor_mask(), self.length + depths, want_logits=True)
+        positions = self.length + tree.depth_ids().to(self.device)
+        logits, hidden = self._forward(tree.token_ids, tree.ancestor_mask(), positions, want_logits=True)
         assert logits is not None
         return TargetOutput(logits, hidden)
 
