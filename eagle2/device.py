@@ -237,7 +237,7 @@ class DeviceEagleDrafter:
             ids.append(self.vocabulary.target_ids(top.indices).flatten())
             parents.append(fed[:, None].expand(-1, k).flatten())
             confidence.append(top.values.exp().clamp(max=1).flatten())
-            log_value.append((values[:, None] + top.values.double().clamp(max=0)).flatten())
+            log_value.append((values[:, None] + top.values.clamp(max=0)).flatten())
         return self._rerank(b, ids, parents, confidence, log_value, selected, torch.cat(maxima))
 
     def _rerank(

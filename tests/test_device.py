@@ -21,7 +21,7 @@ from eagle2.head import EagleHead
 from eagle2.lean import Lean
 from eagle2.target import PREFILL_CHUNK, Target
 from eagle2.verify import NonFiniteLogitsError, SamplingParams
-from tests.static_shapes import Watch
+from tests.static_shapes import Watch, replayed
 from tests.tiny import byte_tokenizer, reference, tiny_head, tiny_model
 
 PROMPT = [5, 9, 41, 33, 8, 20]
@@ -65,8 +65,12 @@ def be_sure(model: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "ties", "sure", "reduced", "reduced, ties"])
 @pytest.mark.parametrize(("depth", "top_k", "total"), SIZES)
-def test_proposals_are_those_of_the_eagle_drafter(depth: int, top_k: int, total: int, kind: str) -> None:
+def test_proposals_are_those_of_the_eagle_drafter(
+    depth: int, top_k: int, total: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the end of the run, where there is room for fewer layers and nodes than the settings have."""
+    if kind != "plain":
+        replayed(monkeypatch)
     model, head = models(vocab_size=48, tie_word_embeddings=kind != "sure")
     if "ties" in kind:
         tie(model)
@@ -75,8 +79,8 @@ def test_proposals_are_those_of_the_eagle_drafter(depth: int, top_k: int, total:
     if "reduced" in kind:
         head.with_draft_tokens(torch.tensor([*range(3, 30), 44]))
     settings, target = TreeSettings("dynamic", depth, top_k, total), Target(model, lean=False)
-    expected = run(target, EagleDrafter(head, target, settings))
-    made = run(target, DeviceEagleDrafter(head, target, settings))
+    expected = run(target, EagleDrafter(head, target, settings), count=9)
+    made = run(target, DeviceEagleDrafter(head, target, settings), count=9)
     assert len(made) == len(expected) >= 3
     for step, twin in zip(made, expected):
         assert step.emitted == twin.emitted
@@ -132,7 +136,8 @@ def test_a_long_prompt_is_fed_in_chunks() -> None:
         same(step.proposal, twin.proposal)
 
 
-def test_with_the_static_target_in_float32_the_ids_are_the_models_own() -> None:
+def test_with_the_static_target_in_float32_the_ids_are_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed(monkeypatch)
     model = tiny_model()
     settings = Settings(depth=6, top_k=10, total_tokens=59, max_new_tokens=40)
     target = Target(model)
@@ -161,7 +166,8 @@ def test_forks_share_weights_and_a_new_run_takes_over_the_buffers_of_one_that_is
     left = first._buffers
     assert left is not None
     with torch.inference_mode():
-        left.keys.fill_(float("nan"))
+        for buffer in (left.keys, left.values, left.features):  # what padding rows see must not matter either
+            buffer.fill_(float("nan"))
     del first, drafter
     gc.collect()
     third = parent.fork()
@@ -268,3 +274,19 @@ def test_when_it_is_not_taken_on_a_gpu(change: dict[str, Any], why: str | None) 
     config = dataclasses.replace(tiny_head(tiny_model()).config, rope={"rope_type": change.pop("rope_type", "default")})
     head: Any = SimpleNamespace(config=config, fc=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda"))))
     assert (why or "None") in str(DeviceEagleDrafter.refusal(head, TreeSettings(**change)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_a_gpu_target_and_drafter_are_captured_and_change_no_token() -> None:
+    tokenizer = byte_tokenizer()
+    model = tiny_model(vocab_size=len(tokenizer), max_position_embeddings=1024)
+    settings = Settings(max_new_tokens=100, depth=6, top_k=10, total_tokens=59)
+    expected = reference(model, prompt := [3 + i % 90 for i in range(300)], 100)
+    engine = Engine(model.cuda(), tokenizer, tiny_head(model).cuda(), name="tiny", head_name="tiny", costs=None)
+    for _ in range(2):  # the second run replays what the first one captured
+        items = engine.run(prompt, settings)
+        ids = [t for item in items for t in ((item.token,) if isinstance(item, Prefill) else item.emitted)]
+        assert ids == expected
+    metadata = engine.metadata(settings)
+    assert (metadata["forward"], metadata["draft_forward"]) == ("graphs", "graphs")

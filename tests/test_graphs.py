@@ -14,7 +14,7 @@ from eagle2.graphs import ROWS, GraphForward, Graphs, GraphWeights, Shelf, Statu
 from eagle2.lean import Lean
 from eagle2.target import HuggingFaceForward, Target
 from eagle2.tree import DraftTree
-from tests.static_shapes import Watch
+from tests.static_shapes import Watch, replayed
 from tests.test_lean import FAMILIES, MORE, made, run
 from tests.test_target import MODELS, PROMPT, TREE
 from tests.tiny import VOCAB, tiny_model
@@ -36,8 +36,11 @@ def random_tree(rows: int, seed: int = 0) -> DraftTree:
     return DraftTree(ids, (-1, *parents), torch.ones(rows), torch.zeros(rows))
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("name", [*FAMILIES, *MORE])
-def test_passes_equal_the_models_own(name: str) -> None:
+def test_passes_equal_the_models_own(name: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if graphs:
+        replayed(monkeypatch)
     model = made(name)
     for mine, theirs in zip(run(static(model)), run(Target(model, lean=False)), strict=True):
         for one, other in zip(mine, theirs):
@@ -55,8 +58,9 @@ def test_in_bfloat16_it_is_as_near_to_the_truth_as_the_models_own() -> None:
     assert error(static(model)) <= 1.25 * error(Target(model, lean=False))
 
 
-def test_every_padded_size_and_its_neighbours() -> None:
+def test_every_padded_size_and_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """One prefix after the other, so that buffers hold what earlier passes left."""
+    replayed(monkeypatch)
     model = tiny_model(max_position_embeddings=512)
     mine, theirs = static(model), Target(model, lean=False)
     for target in (mine, theirs):
@@ -103,8 +107,9 @@ def test_a_longer_sequence_gets_larger_buffers() -> None:
     assert [roomy(n) for n in (0, 256, 257, 513, 1025)] == [256, 256, 512, 1024, 2048]
 
 
-def test_results_stay_when_the_next_pass_runs() -> None:
+def test_results_stay_when_the_next_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph writes to the same place each time; a step that somebody still looks at must not change."""
+    replayed(monkeypatch)
     target = static(tiny_model())
     target.prefill(PROMPT, 64)
     output = target.forward(TREE)
