@@ -18,18 +18,20 @@ class Proposal:
 
     ``kept`` are indices into ``expanded`` (root not counted), parents first; ``selected`` are, pass by pass of the
     expansion phase, the nodes that were fed to the draft head.  ``copied`` are the nodes whose confidence is prompt
-    lookup's, since it proposed their token too or alone.
+    lookup's, since it proposed their token too or alone.  ``laid_out`` is `verified` where the drafter has it at hand, made
+    on its device.
     """
 
     expanded: DraftTree
     kept: tuple[int, ...]
     selected: tuple[tuple[int, ...], ...] = ()
     copied: tuple[int, ...] = ()
+    laid_out: DraftTree | None = None
 
     @property
     def verified(self) -> DraftTree:
         """What the target sees: the root and the kept nodes."""
-        return self.expanded.select(self.kept)
+        return self.expanded.select(self.kept) if self.laid_out is None else self.laid_out
 
 
 class Drafter(Protocol):

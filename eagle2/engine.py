@@ -14,6 +14,7 @@ import torch
 from . import __version__, models
 from .calibrate import calibrate, calibrated, machine_key
 from .cost import CostModel, Size
+from .device import DeviceEagleDrafter
 from .draft import Drafter, RootOnly
 from .eagle import DraftVocabulary, EagleDrafter, TreeSettings
 from .generate import Prefill, Step, Stops, generate
@@ -126,6 +127,7 @@ class Engine:
             raise ValueError(f"costs must be a cost model, 'auto', 'measure' or None, not {costs!r}")
         self.costs = costs if isinstance(costs, CostModel) else None  # what is known of them
         self._may_measure = costs is not None
+        self._on_device: DeviceEagleDrafter | None = None  # the last one, which lends its buffers to the next run's
         if costs == "measure":
             self.calibrate(force=True)
 
@@ -183,8 +185,12 @@ class Engine:
             self.costs = calibrated(key, lambda: calibrate(self.target, self._draft_head, self.vocabulary), force=force)
         return self.costs
 
-    def drafter(self, settings: Settings, target: Target) -> EagleDrafter:
+    def drafter(self, settings: Settings, target: Target) -> EagleDrafter | DeviceEagleDrafter:
         tree = settings.tree_settings
+        if DeviceEagleDrafter.refusal(self.head, tree) is None:
+            if self._on_device is None or self._on_device.settings != tree:
+                self._on_device = DeviceEagleDrafter(self.head, self.target, tree, self.vocabulary)
+            return self._on_device.fork()
         return EagleDrafter(
             self._draft_head, target, tree, self.vocabulary, costs=self.calibrate() if tree.automatic else None
         )
@@ -237,8 +243,9 @@ class Engine:
             "dtype": self.dtype,
             "device": _device_name(self.target.device),
             "threads": torch.get_num_threads(),
-            "forward": "transformers" if self.target.why_not_lean else "lean",
+            "forward": self.target.forward_name,
             "row_invariant": self.row_invariant,
+            **({} if self._on_device is None else {"draft_forward": str(self._on_device.status)}),
             **settings.describe(),
             **({"generation_config": describe(self.model_settings)} if self.model_settings else {}),
             **({} if self.costs is None else {"costs": self.costs.to_dict()}),

@@ -274,8 +274,11 @@ class Lean:
         self._kv = torch.empty(0)  # [layers, 2, kv_heads, capacity, D]: keys, values
 
     @staticmethod
-    def refusal(model: Any) -> str | None:
-        """Why this model needs the generic adapter; None where the lean forward can run it."""
+    def refusal(model: Any, *, copies: bool = True) -> str | None:
+        """Why this model needs the generic adapter; None where the lean forward can run it.
+
+        ``copies=False``: for a forward that takes the same models and no copy of their weights (`eagle2.graphs`).
+        """
         config = model.config.get_text_config()
         if type(model).__name__ not in CLASSES:
             return f"{type(model).__name__} is not of {', '.join(CLASSES)}"
@@ -293,10 +296,10 @@ class Lean:
             return "its weights have several dtypes"
         if type(model.get_output_embeddings()) is not nn.Linear:
             return f"its LM head is a {type(model.get_output_embeddings()).__name__}"
-        if parameters[0].device.type != "cpu":
+        if copies and parameters[0].device.type != "cpu":
             return f"it is on {parameters[0].device.type}, where a second copy of the weights is too dear"
         size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-        if (free := available_memory()) is not None and 1.2 * size > free:
+        if copies and (free := available_memory()) is not None and 1.2 * size > free:
             return f"its packed weights need {size >> 20} MB, and {free >> 20} MB are free"
         if any(module._forward_hooks for module in model.modules()):
             return "it has forward hooks"

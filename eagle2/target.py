@@ -2,7 +2,7 @@
 
 Sole owner of how the target runs and of its KV cache.  Any Hugging Face causal LM with full attention works: the tree
 goes in through a 4-D mask and explicit position ids, the cache is preallocated and indexable.  Models of the Llama family
-run on a lean forward instead (`eagle2.lean`), which gives the same logits sooner.
+run on a lean forward instead (`eagle2.lean`; on a GPU `eagle2.graphs`), which gives the same logits sooner.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .graphs import GraphForward
 from .lean import Lean, LeanWeights, Linear
 from .tree import DraftTree
 
@@ -179,8 +180,9 @@ class Target:
     """A causal LM and one sequence's KV cache.
 
     ``fork()`` gives a second sequence on the same weights (the other lane of a race).  Batch size is 1.  ``lean``: run on
-    `eagle2.lean` where the model allows it (``why_not_lean`` says why it does not), else through the model's own code.
-    ``invariant``: rows do not depend on how many ride along (see `Lean`); ValueError where that cannot be had.
+    `eagle2.lean`, on a GPU on `eagle2.graphs`, where the model allows it (``why_not_lean`` says why it does not), else
+    through the model's own code.  ``invariant``: rows do not depend on how many ride along (see `Lean`); ValueError where
+    that cannot be had.
     """
 
     def __init__(self, model: Any, *, lean: bool = True, invariant: bool = False, runs: Forward | None = None) -> None:
@@ -199,10 +201,13 @@ class Target:
         self.max_length = _context_length(self.config)
         self.why_not_lean: str | None = None
         if runs is None:
-            self.why_not_lean = Lean.refusal(model) if lean else "it was asked not to"
-            if invariant and self.why_not_lean:
-                raise ValueError(f"row-invariant passes need the lean forward, and {self.why_not_lean}")
-            runs = HuggingFaceForward(model) if self.why_not_lean else Lean(LeanWeights(model), invariant=invariant)
+            if lean and not invariant and GraphForward.refusal(model) is None:
+                runs = GraphForward.of(model)
+            else:
+                self.why_not_lean = Lean.refusal(model) if lean else "it was asked not to"
+                if invariant and self.why_not_lean:
+                    raise ValueError(f"row-invariant passes need the lean forward, and {self.why_not_lean}")
+                runs = HuggingFaceForward(model) if self.why_not_lean else Lean(LeanWeights(model), invariant=invariant)
         self._runs: Forward = runs
         self._pass_rows = 0  # rows of the last pass that are not committed
 
@@ -221,6 +226,13 @@ class Target:
     def packed_lm_head(self) -> Linear | None:
         """The LM head with packed weights, where the lean forward has made one."""
         return self._runs.weights.lm_head if isinstance(self._runs, Lean) else None
+
+    @property
+    def forward_name(self) -> str:
+        """ "transformers", "lean", or "graphs" (with the reason, where there should be graphs and are none)."""
+        if isinstance(self._runs, GraphForward):
+            return self._runs.name
+        return "transformers" if self.why_not_lean else "lean"
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's own token embeddings ``[..., H]``."""
@@ -268,8 +280,8 @@ class Target:
 
         Position id = prefix length + depth.  Nothing is committed.
         """
-        depths = torch.tensor(tree.depths, device=self.device)
-        logits, hidden = self._forward(tree.token_ids, tree.ancestor_mask(), self.length + depths, logit_rows=len(tree))
+        positions = self.length + tree.depth_ids().to(self.device)
+        logits, hidden = self._forward(tree.token_ids, tree.ancestor_mask(), positions, logit_rows=len(tree))
         assert logits is not None
         return TargetOutput(logits, hidden)
 

@@ -57,6 +57,10 @@ class DraftTree:
             depths[node] = depths[parent] + 1
         return tuple(depths)
 
+    def depth_ids(self) -> Tensor:
+        """`depths` as int64 ``[N]`` on the tree's device."""
+        return torch.tensor(self.depths, device=self.token_ids.device)
+
     def children(self) -> list[list[int]]:
         """Children of each node, in index order."""
         children: list[list[int]] = [[] for _ in self.parents]
