@@ -23,7 +23,7 @@ app = in_loop(lambda: importlib.import_module("app"))
 
 GOOD = {
     "max_new_tokens": 96, "temperature": 0, "top_p": 1, "seed": 0, "tree": "dynamic", "depth": 3, "top_k": 4,
-    "total_tokens": 5,
+    "total_tokens": 5, "size": "by hand",
 }  # fmt: skip
 
 
@@ -297,7 +297,8 @@ def test_a_link_opens_a_step(actions: Any, query: dict[str, str], run: str, at: 
     entry = next(entry for entry in ENTRIES if entry.id == run)
     assert path_of(file).endswith(entry.file)
     if run == "story":
-        assert all(map(skipped, form))
+        assert all(map(skipped, form[:-1]))
+        assert form[-1] == app.BY_HAND
     else:
         assert form[0] == entry.prompt
         assert dict(zip(app.FORM, form[1:]))["tree"] == entry.tree
@@ -309,7 +310,7 @@ def test_a_card_shows_its_run_and_fills_the_form(actions: Any) -> None:
     assert (message["id"], message["play"], current) == ("deep", True, "deep")
     assert row_of(row)[1] == "deep"
     assert Trace.load(path_of(file)) == trace_of(ENTRIES[1])
-    assert form == ["Grow deep.", 32, 0.0, 1.0, 5, "dynamic", 6, 3, 12]
+    assert form == ["Grow deep.", 32, 0.0, 1.0, 5, "dynamic", 6, 3, 12, app.BY_HAND]
 
 
 @pytest.mark.parametrize(
@@ -327,7 +328,8 @@ def test_every_committed_run_fits_the_form() -> None:
     for made in read_gallery():
         values = app.form_values(made.trace)
         assert values["prompt"] == made.entry.prompt
-        assert [values[name] for name in app.FORM] == [getattr(made.entry, name) for name in app.FORM]
+        assert [values[name] for name in app.FORM[:-1]] == [getattr(made.entry, name) for name in app.FORM[:-1]]
+        assert values["size"] == app.BY_HAND
 
 
 def test_a_visitors_own_run_and_file_have_cards_to_go_back_to(actions: Any, engine: FakeEngine, tmp_path: Path) -> None:
