@@ -225,7 +225,7 @@ def size_widgets(tree: str, size: str) -> Sequence[Any]:
     return choice, gr.Slider(visible=visible), gr.Slider(visible=visible)
 
 
-AUTOMATIC_SIZE = "automatic: what pays on this machine, anew at every step"
+AUTOMATIC_SIZE = "automatic: fits this machine, anew at every step"
 STATIC_SIZE = "a static tree is always sized by hand"
 
 
@@ -513,18 +513,19 @@ class Actions:
         top_p: float = 1.0,
         seed: int = 0,
         tree: str = "dynamic",
-        depth: int = 3,
+        depth: int | str = 3,
         top_k: int = 4,
-        total_tokens: int = 5,
-        size: str = BY_HAND,
+        total_tokens: int | str = 5,
     ) -> dict[str, Any]:
         """Race EAGLE-2 against plain decoding; returns both texts, tokens per second, tau, speed-up and equality.
 
-        With the size "automatic" a cost model chooses depth and total_tokens of a dynamic tree at every step.
+        A depth or total_tokens of "auto" is chosen at every step by what passes cost on this machine.
         """
-        form = (max_new_tokens, temperature, top_p, seed, tree, depth, top_k, total_tokens, size)
+        form = dict(zip(FORM, (max_new_tokens, temperature, top_p, seed, tree, depth, top_k, total_tokens, BY_HAND)))
+        automatic = {name: "auto" for name in HAND_SIZES if form[name] == "auto"}
         try:
-            chosen = self.settings(**sized(checked(prompt, dict(zip(FORM, form)))))
+            values = checked(prompt, form | {name: HAND_SIZES[name] for name in automatic})
+            chosen = self.settings(**sized(values) | automatic)
             for _ in ready_engine(self.host):
                 pass
             trace = None
@@ -642,7 +643,7 @@ def build(actions: Actions) -> gr.Blocks:
                     value=begin.get("tree", "dynamic"), label="Draft tree", elem_id="tree-kind",
                 )  # fmt: skip
                 size = gr.Radio(
-                    [("automatic (fits this machine)", AUTOMATIC), ("by hand", BY_HAND)], value=AUTOMATIC,
+                    [AUTOMATIC, BY_HAND], value=AUTOMATIC,
                     label="Tree size", info=STATIC_SIZE if static else AUTOMATIC_SIZE, interactive=not static,
                     elem_id="tree-size",
                 )  # fmt: skip
@@ -741,7 +742,6 @@ def build(actions: Actions) -> gr.Blocks:
     return demo
 
 
-# The size stands last: the endpoint's callers name their values by place.
 FORM = ("max_new_tokens", "temperature", "top_p", "seed", "tree", "depth", "top_k", "total_tokens", "size")
 
 

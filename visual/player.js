@@ -594,10 +594,11 @@
       showLink();
     }
 
-    /* The side views stand beside the tree where the tree leaves them room, else below it. */
+    /* Two side views stand beside the tree where the tree leaves them room; else, and where there are more, all below it. */
     function wide() {
       var stage = scroll.parentNode.clientWidth;
-      return slots.side.childElementCount > 0 && stage - (sizes.left + state.depth * sizes.column + sizes.right) >= 360;
+      var views = slots.side.querySelectorAll(".e2-view:not([hidden])").length;
+      return views > 0 && views < 3 && stage - (sizes.left + state.depth * sizes.column + sizes.right) >= 360;
     }
 
     /* ---- what belongs together: a token, its node, its row, its step ---- */

@@ -67,7 +67,7 @@
     var said = "Keeping " + why.kept + " of " + plural(drafted, "node") + ": expected " + expected(why.keptTokens, why.kept) + ".";
     var lost = Math.round(100 * (1 - why.speedup / best));
     if (lost) {
-      said += (why.best ? " Keeping the " + why.best + " of highest value" : " Keeping none") + " would be best, " + best.toFixed(2) + "×: this cut loses " + lost + " %.";
+      said += (why.best ? " Keeping the " + why.best + " of highest value" : " Keeping none") + " would be best, " + best.toFixed(2) + "×: this cut loses " + lost + "\u00a0%.";
     } else said += " No other cut is faster.";
     if (why.speedup < 1) said += " Slower than plain steps" + (lost ? "." : ", but the draft is paid for by then.");
     if (phase === "accept") said += " What came of it: " + plural(why.came, "token") + ".";
@@ -121,7 +121,7 @@
     setup.why.traces[scheme].forEach(function (trace) { data[trace.name] = { x: [], y: [] }; });
     function x(n) { return s.left + n / ends.nodes * (right - s.left); }
     function y(panel, value) {
-      return bottoms[panel] - s.inset - (value - lows[panel]) / (highs[panel] - lows[panel]) * (s.panels[panel] - s.inset);
+      return bottoms[panel] - s.inset - (value - lows[panel]) / (highs[panel] - lows[panel]) * (s.panels[panel] - s.inset - s.head);
     }
     function add(layer, px, py, values) {
       var all = Object.assign({ x: px, y: py }, values);
@@ -136,7 +136,7 @@
       add("words", 0, bottoms[panel] - s.panels[panel] - s.title / 2, { text: title.replace("{ms}", digits(1000 * plain)), textposition: "middle right" });
       axisTicks(lows[panel], highs[panel], 3).forEach(function (tick) {
         line("grid", s.left, y(panel, tick), right, y(panel, tick));
-        add("ticks", s.left - 4, y(panel, tick), { text: number(tick), textposition: "middle left" });
+        add("ticks", s.left - 7, y(panel, tick), { text: number(tick), textposition: "middle left" });
       });
     });
     if (ends.low < 1) line("plain", s.left, y(2, 1), right, y(2, 1));
@@ -163,16 +163,18 @@
     if (drafted) {
       var last = data.pass.x.length - 1;
       add("words", x(drafted), y(1, why.steps[drafted]) - 10, { text: words.lines[0], textposition: "middle left" });
-      add("words", data.pass.x[last], data.pass.y[last] + 11, { text: words.lines[1], textposition: "middle left" });
+      // Under the dashed line, which rises: as low as it is at the label's beginning.
+      var begins = Math.max(0, Math.trunc(last - s.letter * words.lines[1].length / (x(1) - x(0))));
+      add("words", data.pass.x[last], y(1, onCurve(costs.verify, 1 + begins) / plain) + 11, { text: words.lines[1], textposition: "middle left" });
       add("best", x(why.best), y(2, why.speedups[why.best]));
     }
-    if (late && drafted && why.kept <= ends.nodes) {
+    if (late && why.kept <= ends.nodes) {
       var at = x(why.kept), numbers = [why.keptTokens, why.steps[why.kept], why.speedup];
       line("cut-line", at, bottoms[0] - s.panels[0], at, bottoms[2]);
       numbers.forEach(function (value, panel) {
-        var below = panel !== 1, left = at + 6 + s.letter * 5 > width || (!below && why.kept > 0);
+        var rises = panel === 1 || why.kept <= why.best, left = (panel > 0 && rises && why.kept > 0) || at + 6 + s.letter * 5 > width;
         add("cut", at, y(panel, value));
-        add("words", left ? at - 7 : at + 7, y(panel, value) + (below ? 11 : -9), {
+        add("words", left ? at - 7 : at + 7, y(panel, value) + (panel ? -10 : 11), {
           text: "<b>" + value.toFixed(2) + (panel === 2 ? "×" : "") + "</b>", textposition: left ? "middle left" : "middle right",
         });
       });

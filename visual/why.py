@@ -31,11 +31,12 @@ class Sizes(NamedTuple):
     """Pixels of the figure: three panels, one below the other."""
 
     width: int = 344
-    left: int = 30
+    left: int = 34
     right: int = 14
-    title: int = 20  # above each panel
-    panels: tuple[int, ...] = (76, 76, 96)
+    title: int = 22  # above each panel
+    panels: tuple[int, ...] = (84, 84, 104)
     inset: int = 6  # between a panel's end and its lowest value
+    head: int = 14  # between its highest value and its top, for a number
     foot: int = 34  # below the last one: ticks and the title of the axis
     letter: float = 5.7  # about the width of one letter
 
@@ -159,7 +160,7 @@ def words(why: WhyInfo, phase: Phase) -> str:
     lost = round(100 * (1 - why.speedup / best))
     if lost:
         said += f" Keeping the {why.best} of highest value" if why.best else " Keeping none"
-        said += f" would be best, {best:.2f}×: this cut loses {lost} %."
+        said += f" would be best, {best:.2f}×: this cut loses {lost}\u00a0%."
     else:
         said += " No other cut is faster."
     if why.speedup < 1:
@@ -249,7 +250,7 @@ def figure(
 
     def y(panel: int, value: float) -> float:
         share = (value - lows[panel]) / (highs[panel] - lows[panel])
-        return bottoms[panel] - s.inset - share * (s.panels[panel] - s.inset)
+        return bottoms[panel] - s.inset - share * (s.panels[panel] - s.inset - s.head)
 
     def add(layer: str, px: float | None, py: float | None, **values: Any) -> None:
         for key, value in {"x": px, "y": py, **values}.items():
@@ -270,7 +271,7 @@ def figure(
         )
         for tick in axis_ticks(lows[panel], highs[panel], 3):
             line("grid", s.left, y(panel, tick), right, y(panel, tick))
-            add("ticks", s.left - 4, y(panel, tick), text=f"{tick:g}", textposition="middle left")
+            add("ticks", s.left - 7, y(panel, tick), text=f"{tick:g}", textposition="middle left")
     if ends.low < 1:
         line("plain", s.left, y(2, 1), right, y(2, 1))
     for tick in axis_ticks(0, ends.nodes, 8):
@@ -294,19 +295,22 @@ def figure(
             add("measured", x(rows - 1), y(1, seconds / costs.verify(1)), hovertext=said)
     if drafted:
         add("words", x(drafted), y(1, why.steps[drafted]) - 10, text=LINES[0], textposition="middle left")
-        add("words", data["pass"]["x"][-1], data["pass"]["y"][-1] + 11, text=LINES[1], textposition="middle left")
+        # Under the dashed line, which rises: as low as it is at the label's beginning.
+        begins = int((len(data["pass"]["x"]) - 1) - s.letter * len(LINES[1]) / (x(1) - x(0)))
+        under = y(1, costs.verify(1 + max(begins, 0)) / costs.verify(1)) + 11
+        add("words", data["pass"]["x"][-1], under, text=LINES[1], textposition="middle left")
         add("best", x(why.best), y(2, why.speedups[why.best]))
-    if late and drafted and why.kept <= ends.nodes:
+    if late and why.kept <= ends.nodes:
         at = x(why.kept)
         line("cut-line", at, bottoms[0] - s.panels[0], at, bottoms[2])
         numbers = (why.kept_tokens, why.steps[why.kept], why.speedup)
-        for panel, (number, unit, below) in enumerate(zip(numbers, ("", "", "×"), (True, False, True))):
+        for panel, number in enumerate(numbers):
             add("cut", at, y(panel, number))
-            text = f"<b>{number:.2f}{unit}</b>"
-            # Under a curve that rises to the right there is room on its right, above it on its left.
-            left = at + 6 + s.letter * 5 > width or (not below and why.kept > 0)
-            add("words", at - 7 if left else at + 7, y(panel, number) + (11 if below else -9), text=text,
-                textposition="middle left" if left else "middle right")  # fmt: skip
+            # Beside its mark where the curve is not: below the first one, which rises, above the others.
+            rises = panel == 1 or why.kept <= why.best
+            left = (panel > 0 and rises and why.kept > 0) or at + 6 + s.letter * 5 > width
+            add("words", at - 7 if left else at + 7, y(panel, number) + (-10 if panel else 11),
+                text=f"<b>{number:.2f}{'×' * (panel == 2)}</b>", textposition="middle left" if left else "middle right")  # fmt: skip
         if phase == "accept":
             add("came", at, y(0, why.came), hovertext=f"{count(why.came, 'token')} came of this step")
     traces = [{**base, **data[base["name"]]} for base in template(palette)]
