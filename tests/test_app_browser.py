@@ -31,7 +31,8 @@ class Served:
     """A running app; `engine` may be swapped between tests, `gate` holds back the first load."""
 
     def __init__(self, folder: Path) -> None:
-        self.engine = FakeEngine(synthetic(8, depth=3, top_k=4, total=5, seed=4), delay=0.02)
+        # Slow enough for a page that is still being built to see it race.
+        self.engine = FakeEngine(synthetic(8, depth=3, top_k=4, total=5, seed=4), delay=0.06)
         self.gate = threading.Event()
         self.host = app.EngineHost(self.load)
         self.demo = app.build(app.Actions(self.host, FakeSettings, made_gallery(folder)))
