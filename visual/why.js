@@ -134,7 +134,7 @@
     }
     words.titles.forEach(function (title, panel) {
       add("words", 0, bottoms[panel] - s.panels[panel] - s.title / 2, { text: title.replace("{ms}", digits(1000 * plain)), textposition: "middle right" });
-      axisTicks(lows[panel], highs[panel], 3).forEach(function (tick) {
+      axisTicks(lows[panel], highs[panel], 4).forEach(function (tick) {
         line("grid", s.left, y(panel, tick), right, y(panel, tick));
         add("ticks", s.left - 7, y(panel, tick), { text: number(tick), textposition: "middle left" });
       });

@@ -269,7 +269,7 @@ def figure(
             text=title.replace("{ms}", ms),
             textposition="middle right",
         )
-        for tick in axis_ticks(lows[panel], highs[panel], 3):
+        for tick in axis_ticks(lows[panel], highs[panel], 4):
             line("grid", s.left, y(panel, tick), right, y(panel, tick))
             add("ticks", s.left - 7, y(panel, tick), text=f"{tick:g}", textposition="middle left")
     if ends.low < 1:
