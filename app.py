@@ -39,6 +39,8 @@ LIMITS = {
     "top_k": ("top_k", 1, 16, True),
     "total_tokens": ("total_tokens", 1, 128, True),
 }
+AUTOMATIC, BY_HAND = "automatic", "by hand"  # who sizes the tree
+HAND_SIZES = {"depth": 3, "total_tokens": 5}  # what the sliders show where a run says nothing of them
 YOUR_RUN, YOUR_FILE = "your-run", "your-file"
 RACING = "-"  # what is on screen while a race goes on; no run has this id
 PAINT_SECONDS = 3.0  # what a page takes to be drawn; loading the model would slow it down on the same machine
@@ -81,6 +83,7 @@ TEST_IDS = {
     "upload-button": "button#upload",
     "upload": "#upload-column input[type=file]",
     "tree-kind": "#tree-kind",
+    "tree-size": "#tree-size",
     "compare-run": "button#compare-run",
     "compare-stop": "button#compare-stop",
     **{name.replace("_", "-"): f"#{name.replace('_', '-')} input[type=number]" for name in LIMITS},
@@ -143,6 +146,11 @@ class EngineHost:
         self.engine: Any = None
         self.status = Status("waiting", "The model is not loaded yet; the recorded runs need none.")
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the model runs on a CPU; until it is loaded, whether that was asked for or left open."""
+        return OPTIONS.device in ("auto", "cpu") if self.engine is None else str(self.engine.device).startswith("cpu")
+
     def start(self) -> None:
         """Begin to load unless that is under way or done."""
         with self._lock:
@@ -159,6 +167,9 @@ class EngineHost:
 
         try:
             engine = self._load(progress)
+            # Here and not when a run first needs it, or that run would begin with a pause of some seconds.
+            self.status = Status("loading", "Measuring what passes cost here …")
+            engine.calibrate()
         except Exception as error:  # shown to the person; the thread has nobody else to tell
             log.exception("the model could not be loaded")
             self.status = Status("failed", f"The model could not be loaded: {sentence(error)}")
@@ -192,7 +203,30 @@ def checked(prompt: str | None, values: dict[str, Any]) -> dict[str, Any]:
         good[name] = int(value) if whole else float(value)
     if values["tree"] not in ("dynamic", "static"):
         raise ValueError("The tree must be dynamic or static.")
+    if values["size"] not in (AUTOMATIC, BY_HAND):
+        raise ValueError(f"The tree size must be {AUTOMATIC} or {BY_HAND}.")
     return good
+
+
+def sized(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of the form as `eagle2.engine.Settings` takes them; a static tree has the sizes chosen by hand."""
+    plain = {name: value for name, value in values.items() if name != "size"}
+    if values["size"] == AUTOMATIC and values["tree"] == "dynamic":
+        plain |= {"depth": "auto", "total_tokens": "auto"}
+    return plain
+
+
+def size_widgets(tree: str, size: str) -> Sequence[Any]:
+    """How the choice of the size, the depth and the total_tokens stand in the form."""
+    static = tree == "static"
+    # "hidden" keeps a slider in the page, with its value.
+    visible: Any = True if static or size == BY_HAND else "hidden"
+    choice = gr.Radio(interactive=not static, info=STATIC_SIZE if static else AUTOMATIC_SIZE)
+    return choice, gr.Slider(visible=visible), gr.Slider(visible=visible)
+
+
+AUTOMATIC_SIZE = "automatic: fits this machine, anew at every step"
+STATIC_SIZE = "a static tree is always sized by hand"
 
 
 def make_settings(**values: Any) -> Any:
@@ -279,7 +313,10 @@ def form_values(trace: Trace) -> dict[str, Any]:
         sampling, tree = meta["sampling"], meta["tree"]
         values = {"max_new_tokens": meta["max_new_tokens"], "seed": meta["seed"], "tree": tree["kind"]}
         values |= {name: sampling[name] for name in ("temperature", "top_p")}
-        values |= {name: tree[name] for name in ("depth", "top_k", "total_tokens")}
+        sizes = {name: tree[name] for name in HAND_SIZES}
+        automatic = all(size == "auto" for size in sizes.values())
+        values |= {"top_k": tree["top_k"], "size": AUTOMATIC if automatic else BY_HAND}
+        values |= HAND_SIZES if automatic else sizes
         good = checked(trace.prompt_text, values)
     except (KeyError, TypeError, ValueError):  # a file may hold anything there
         return {}
@@ -329,11 +366,14 @@ class Actions:
         query = request.query_params
         if not self.recordings or not set(LINK) & set(query):  # the page came with the first run
             self._answered = min(self._answered, time.monotonic())
-            return [gr.skip()] * (4 + 1 + len(FORM))
+            return [*[gr.skip()] * (4 + len(FORM)), gr.skip() if self.host.on_cpu else BY_HAND]
         link = linked(query, self.recordings)
         first = link.recording is next(iter(self.recordings.values()))
         # The widgets begin with the first run's prompt and settings: what is typed at once is not overwritten.
-        form = [gr.skip()] * (1 + len(FORM)) if first else filled(link.recording.trace)
+        # Only the size does not, which is the machine's until a run is asked for.
+        form = filled(link.recording.trace)
+        if first:
+            form[:-1] = [gr.skip()] * len(FORM)
         told = self.shown(link.recording, link.note, link.at)
         self._answered = min(self._answered, time.monotonic())
         run_id = link.recording.entry.id
@@ -387,7 +427,7 @@ class Actions:
         self._running.add(session)
         try:
             values = checked(prompt, dict(zip(FORM, form)))
-            chosen = self.settings(**values)
+            chosen = self.settings(**sized(values))
             busy = (gr.Button(interactive=False), gr.Button(interactive=True))
             yield player.to_json(player.message("Starting …")), *busy, *[nothing] * 5
             for status in ready_engine(self.host):  # the run on screen stays, and others can be looked at
@@ -473,14 +513,19 @@ class Actions:
         top_p: float = 1.0,
         seed: int = 0,
         tree: str = "dynamic",
-        depth: int = 3,
+        depth: int | str = 3,
         top_k: int = 4,
-        total_tokens: int = 5,
+        total_tokens: int | str = 5,
     ) -> dict[str, Any]:
-        """Race EAGLE-2 against plain decoding; returns both texts, tokens per second, tau, speed-up and equality."""
-        form = (max_new_tokens, temperature, top_p, seed, tree, depth, top_k, total_tokens)
+        """Race EAGLE-2 against plain decoding; returns both texts, tokens per second, tau, speed-up and equality.
+
+        A depth or total_tokens of "auto" is chosen at every step by what passes cost on this machine.
+        """
+        form = dict(zip(FORM, (max_new_tokens, temperature, top_p, seed, tree, depth, top_k, total_tokens, BY_HAND)))
+        automatic = {name: "auto" for name in HAND_SIZES if form[name] == "auto"}
         try:
-            chosen = self.settings(**checked(prompt, dict(zip(FORM, form))))
+            values = checked(prompt, form | {name: HAND_SIZES[name] for name in automatic})
+            chosen = self.settings(**sized(values) | automatic)
             for _ in ready_engine(self.host):
                 pass
             trace = None
@@ -515,12 +560,17 @@ class Actions:
         try:
             values = checked(prompt, dict(zip(FORM, form)))
             values["max_new_tokens"] = min(values["max_new_tokens"], COMPARED)
+            # Both trees have the same budget, and a static tree's is fixed.
+            why = ", a static tree cannot be automatic" if values["size"] == AUTOMATIC else ""
+            sizes = f"depth {values['depth']}, top_k {values['top_k']}, total_tokens {values['total_tokens']}{why}"
+            values["size"] = BY_HAND
             yield nothing, told("Starting …"), gr.Button(interactive=False), gr.Button(interactive=True)
             for status in ready_engine(self.host):
                 yield nothing, told(status.text), nothing, nothing
             runs: dict[str, Trace] = {}
             for kind in ("static", "dynamic"):
-                with closing(self.host.engine.follow(prompt, self.settings(**values | {"tree": kind}))) as steps:
+                chosen = self.settings(**sized(values | {"tree": kind}))
+                with closing(self.host.engine.follow(prompt, chosen)) as steps:
                     for number, made in enumerate(steps):
                         yield nothing, told(f"The {kind} tree runs: step {number} …"), nothing, nothing
                         if made is not None:
@@ -528,7 +578,8 @@ class Actions:
             pair = compare.Pair("Your prompt", runs["dynamic"], runs["static"])
             pairs = [*self.pairs(), pair]
             shown = player.to_json(compare.message(pairs, player.payload, opened=len(pairs) - 1))
-            yield shown, told(f"Both trees on your prompt, up to {values['max_new_tokens']} tokens.", "ready"), *idle
+            text = f"Both trees on your prompt, up to {values['max_new_tokens']} tokens, sized by hand ({sizes})."
+            yield shown, told(text, "ready"), *idle
         except USER_ERRORS as error:
             log.warning("comparison refused: %s", error)
             yield nothing, told(sentence(error), "failed"), *idle
@@ -548,6 +599,7 @@ def build(actions: Actions) -> gr.Blocks:
     """The interface."""
     first = next(iter(actions.recordings.values()), None)
     begin = form_values(first.trace) if first else {}
+    static = begin.get("tree") == "static"
     with gr.Blocks(title="EAGLE-2 theatre", analytics_enabled=False, delete_cache=(600, KEEP_FILES_SECONDS)) as demo:
         with gr.Row(equal_height=False, elem_id="top"):
             with gr.Column(scale=5, min_width=300):
@@ -590,16 +642,22 @@ def build(actions: Actions) -> gr.Blocks:
                     [("dynamic (EAGLE-2)", "dynamic"), ("static (EAGLE-1)", "static")],
                     value=begin.get("tree", "dynamic"), label="Draft tree", elem_id="tree-kind",
                 )  # fmt: skip
+                size = gr.Radio(
+                    [AUTOMATIC, BY_HAND], value=AUTOMATIC,
+                    label="Tree size", info=STATIC_SIZE if static else AUTOMATIC_SIZE, interactive=not static,
+                    elem_id="tree-size",
+                )  # fmt: skip
+                shown: Any = True if static else "hidden"
                 depth = gr.Slider(
-                    1, 8, begin.get("depth", 3), step=1, label="Depth", info="layers of drafted tokens",
-                    elem_id="depth",
+                    1, 8, begin.get("depth", HAND_SIZES["depth"]), step=1, label="Depth",
+                    info="layers of drafted tokens", elem_id="depth", visible=shown,
                 )  # fmt: skip
                 top_k = gr.Slider(
                     1, 16, begin.get("top_k", 4), step=1, label="top_k", info="children per node", elem_id="top-k"
                 )
                 total_tokens = gr.Slider(
-                    1, 128, begin.get("total_tokens", 5), step=1, label="total_tokens",
-                    info="nodes kept for the target", elem_id="total-tokens",
+                    1, 128, begin.get("total_tokens", HAND_SIZES["total_tokens"]), step=1, label="total_tokens",
+                    info="nodes kept for the target", elem_id="total-tokens", visible=shown,
                 )  # fmt: skip
         with gr.Tabs(elem_id="views"):
             with gr.Tab("Step by step"):
@@ -638,7 +696,7 @@ def build(actions: Actions) -> gr.Blocks:
                 )  # fmt: skip
         own_run, own_file, current = gr.State(), gr.State(), gr.State(first.entry.id if first else "")
 
-        form = [prompt, max_new_tokens, temperature, top_p, seed, tree, depth, top_k, total_tokens]
+        form = [prompt, max_new_tokens, temperature, top_p, seed, tree, depth, top_k, total_tokens, size]
         opening = [theatre, download, row, current, *form]
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
         demo.load(actions.open, None, opening, queue=False, **quiet)
@@ -652,6 +710,9 @@ def build(actions: Actions) -> gr.Blocks:
             concurrency_id="files",
             **quiet,
         )
+
+        # A run that is opened sets them too.
+        gr.on([tree.change, size.change], size_widgets, [tree, size], [size, depth, total_tokens], queue=False, **quiet)
 
         outputs = [theatre, run_button, stop_button, download, row, upload, own_run, current]
         running = gr.on(
@@ -681,7 +742,7 @@ def build(actions: Actions) -> gr.Blocks:
     return demo
 
 
-FORM = ("max_new_tokens", "temperature", "top_p", "seed", "tree", "depth", "top_k", "total_tokens")
+FORM = ("max_new_tokens", "temperature", "top_p", "seed", "tree", "depth", "top_k", "total_tokens", "size")
 
 
 def launch_options() -> dict[str, Any]:

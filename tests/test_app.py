@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ app = in_loop(lambda: importlib.import_module("app"))
 
 GOOD = {
     "max_new_tokens": 96, "temperature": 0, "top_p": 1, "seed": 0, "tree": "dynamic", "depth": 3, "top_k": 4,
-    "total_tokens": 5,
+    "total_tokens": 5, "size": "by hand",
 }  # fmt: skip
 
 
@@ -117,6 +118,7 @@ def test_a_stopped_run_is_handed_to_its_own_visitor_only(host: Any, engine: Fake
         ("x", {"total_tokens": True}, "Total_tokens must be a whole number between 1 and 128."),
         ("x", {"seed": -1}, "The seed must be a whole number between 0 and 2147483647."),
         ("x", {"tree": "bonsai"}, "The tree must be dynamic or static."),
+        ("x", {"size": "huge"}, "The tree size must be automatic or by hand."),
         ("fail", {}, "The prompt is too long for this model."),
     ],
 )
@@ -142,6 +144,76 @@ def test_a_run_waits_for_the_model(engine: FakeEngine) -> None:
     go.set()
     assert messages(updates)[-1]["kind"] == "run"
     assert host.status.text == "Ready: fake-target with draft head fake-head, float32 on cpu."
+
+
+def test_costs_are_measured_while_loading_and_not_in_a_run(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(engine, "calibrate", lambda: go.wait(10))
+    host = app.EngineHost(lambda progress: engine)
+    updates = event(host, "run")("Hello", *GOOD.values())
+    next(updates)
+    host.start()
+    time.sleep(0.05)
+    note = json.loads(next(updates)[0])["note"]
+    assert host.engine is None
+    assert note == "Measuring what passes cost here; your run starts as soon as it is ready."
+    go.set()
+    assert messages(updates)[-1]["kind"] == "run"
+
+
+@pytest.mark.parametrize(
+    ("tree", "size", "sizes"),
+    [
+        ("dynamic", app.AUTOMATIC, {"depth": "auto", "total_tokens": "auto"}),
+        ("dynamic", app.BY_HAND, {"depth": 2, "total_tokens": 7}),
+        ("static", app.AUTOMATIC, {"depth": 2, "total_tokens": 7}),
+    ],
+)
+def test_the_size_reaches_the_engine(
+    host: Any, engine: FakeEngine, tree: str, size: str, sizes: dict[str, Any]
+) -> None:
+    form = GOOD | {"tree": tree, "size": size, "depth": 2, "total_tokens": 7}
+    list(event(host, "run")("Hello", *form.values()))
+    event(host, "race")("Hello", tree=tree, **sizes)
+    assert engine.prompts == [("Hello", FakeSettings(tree=tree, **sizes))] * 2
+    event(host, "race")("Hello", depth="auto")
+    assert engine.prompts[-1][1] == FakeSettings(depth="auto")
+
+
+def test_the_form_shows_sizes_where_they_are_chosen_by_hand() -> None:
+    def shown(tree: str, size: str) -> tuple[Any, ...]:
+        choice, *sliders = (widget._constructor_args[0] for widget in in_loop(lambda: app.size_widgets(tree, size)))
+        assert not any("value" in widget for widget in (choice, *sliders))  # what was chosen stays
+        return choice["interactive"], *(slider["visible"] for slider in sliders)
+
+    assert shown("dynamic", app.AUTOMATIC) == (True, "hidden", "hidden")
+    assert shown("dynamic", app.BY_HAND) == (True, True, True)
+    assert shown("static", app.AUTOMATIC) == shown("static", app.BY_HAND) == (False, True, True)
+
+
+def test_a_page_begins_automatic_but_not_on_a_gpu(actions: Any, host: Any, engine: FakeEngine) -> None:
+    demo = in_loop(lambda: app.build(actions))
+    parts = {block.elem_id: block for block in demo.blocks.values() if getattr(block, "elem_id", None)}
+    assert parts["tree-size"].value == app.AUTOMATIC
+    assert (parts["depth"].visible, parts["top-k"].visible) == ("hidden", True)
+    host.engine = engine
+    assert skipped(actions.open(Asking())[-1])
+    engine.device = "cuda:0"
+    *others, size = actions.open(Asking())
+    assert (all(map(skipped, others)), size) == (True, app.BY_HAND)
+
+
+def test_an_automatic_run_fills_the_form_as_such() -> None:
+    trace = trace_of(ENTRIES[0])
+
+    def values(**tree: Any) -> dict[str, Any]:
+        return app.form_values(replace(trace, metadata={**trace.metadata, "tree": trace.metadata["tree"] | tree}))
+
+    assert values() == values(depth=3)
+    assert values()["size"] == app.BY_HAND
+    automatic = values(depth="auto", total_tokens="auto", top_k=6)
+    assert automatic == values() | {"size": app.AUTOMATIC, "top_k": 6}
+    assert values(depth="auto") == {}  # the form has no such choice
 
 
 def test_a_failed_load_is_told_and_tried_again(engine: FakeEngine) -> None:
@@ -181,7 +253,7 @@ def test_only_the_race_is_a_public_endpoint(host: Any) -> None:
     demo = in_loop(lambda: app.build(app.Actions(host, FakeSettings)))
     named = demo.get_api_info()["named_endpoints"]
     assert list(named) == ["/race"]
-    assert [item["parameter_name"] for item in named["/race"]["parameters"]] == ["prompt", *app.FORM]
+    assert [item["parameter_name"] for item in named["/race"]["parameters"]] == ["prompt", *app.FORM[:-1]]
 
 
 def test_both_ways_to_run_share_one_device(host: Any) -> None:
@@ -297,7 +369,8 @@ def test_a_link_opens_a_step(actions: Any, query: dict[str, str], run: str, at: 
     entry = next(entry for entry in ENTRIES if entry.id == run)
     assert path_of(file).endswith(entry.file)
     if run == "story":
-        assert all(map(skipped, form))
+        assert all(map(skipped, form[:-1]))
+        assert form[-1] == app.BY_HAND
     else:
         assert form[0] == entry.prompt
         assert dict(zip(app.FORM, form[1:]))["tree"] == entry.tree
@@ -309,7 +382,7 @@ def test_a_card_shows_its_run_and_fills_the_form(actions: Any) -> None:
     assert (message["id"], message["play"], current) == ("deep", True, "deep")
     assert row_of(row)[1] == "deep"
     assert Trace.load(path_of(file)) == trace_of(ENTRIES[1])
-    assert form == ["Grow deep.", 32, 0.0, 1.0, 5, "dynamic", 6, 3, 12]
+    assert form == ["Grow deep.", 32, 0.0, 1.0, 5, "dynamic", 6, 3, 12, app.BY_HAND]
 
 
 @pytest.mark.parametrize(
@@ -327,7 +400,8 @@ def test_every_committed_run_fits_the_form() -> None:
     for made in read_gallery():
         values = app.form_values(made.trace)
         assert values["prompt"] == made.entry.prompt
-        assert [values[name] for name in app.FORM] == [getattr(made.entry, name) for name in app.FORM]
+        assert [values[name] for name in app.FORM[:-1]] == [getattr(made.entry, name) for name in app.FORM[:-1]]
+        assert values["size"] == app.BY_HAND
 
 
 def test_a_visitors_own_run_and_file_have_cards_to_go_back_to(actions: Any, engine: FakeEngine, tmp_path: Path) -> None:
@@ -449,8 +523,20 @@ def test_both_trees_run_on_the_visitors_prompt(host: Any, engine: FakeEngine, tm
     assert [dict(map(tuple, own[kind]["about"]))["tree"].split(",")[0] for kind in ("static", "dynamic")] == [
         "static", "dynamic",
     ]  # fmt: skip
-    assert json.loads(updates[-1][1])["state"] == "ready"
+    told = json.loads(updates[-1][1])
+    assert told == {
+        "state": "ready", "text": "Both trees on your prompt, up to 64 tokens, sized by hand (depth 3, top_k 4, total_tokens 5).",
+    }  # fmt: skip
     assert engine.running == 0
+
+
+def test_a_comparison_is_sized_by_hand_and_says_so(host: Any, engine: FakeEngine) -> None:
+    form = GOOD | {"size": app.AUTOMATIC, "depth": 2}
+    *_, last = app.Actions(host, FakeSettings).compare("Hello", *form.values())
+    assert [(settings.depth, settings.total_tokens) for _, settings in engine.prompts] == [(2, 5)] * 2
+    assert json.loads(last[1])["text"].endswith(
+        "sized by hand (depth 2, top_k 4, total_tokens 5, a static tree cannot be automatic)."
+    )
 
 
 @pytest.mark.parametrize(

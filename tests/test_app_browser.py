@@ -31,7 +31,8 @@ class Served:
     """A running app; `engine` may be swapped between tests, `gate` holds back the first load."""
 
     def __init__(self, folder: Path) -> None:
-        self.engine = FakeEngine(synthetic(8, depth=3, top_k=4, total=5, seed=4), delay=0.02)
+        # Slow enough for a page that is still being built to see it race.
+        self.engine = FakeEngine(synthetic(8, depth=3, top_k=4, total=5, seed=4), delay=0.06)
         self.gate = threading.Event()
         self.host = app.EngineHost(self.load)
         self.demo = app.build(app.Actions(self.host, FakeSettings, made_gallery(folder)))
@@ -118,7 +119,8 @@ def test_open_wait_for_the_model_run_and_step_through(chromium: Any, served: Ser
         assert page.get_attribute(card("story"), "aria-disabled") == "true"
         finished(page)
         assert page.get_attribute(card("story"), "aria-disabled") == "false"
-        assert served.engine.prompts[-1] == ("10+2=", FakeSettings(max_new_tokens=24, seed=4))
+        automatic = FakeSettings(max_new_tokens=24, seed=4, depth="auto", total_tokens="auto")
+        assert served.engine.prompts[-1] == ("10+2=", automatic)
         page.wait_for_function("document.querySelector('[data-testid=model-status]').dataset.state === 'ready'")
         assert page.text_content("[data-testid=speedup]") == f"{trace.speedup:.2f}×"
         assert page.text_content("[data-testid=tau]") == f"{trace.tau:.2f}"
@@ -202,6 +204,9 @@ def test_one_run_at_a_time_and_visitors_do_not_see_each_other(chromium: Any, ser
 def fill_settings(page: Any, values: dict[str, str]) -> None:
     """Open the settings and type; a widget that is only just being built would put its first value back."""
     page.get_by_text("Settings", exact=True).first.click()
+    page.wait_for_selector("[data-testid=top-k]")
+    assert page.is_hidden("[data-testid=depth]")  # the machine chooses
+    page.get_by_label("by hand").check()
     for name in values:
         page.wait_for_selector(f"[data-testid={name}]")
     settled = 0
@@ -222,6 +227,7 @@ def test_settings_reach_the_engine(chromium: Any, served: Served) -> None:
     with opened(chromium, served) as page:
         fill_settings(page, {"max-new-tokens": "48", "temperature": "0.7", "depth": "2", "seed": "11"})
         page.get_by_label("static (EAGLE-1)").check()
+        page.wait_for_function("document.querySelector('#tree-size input').disabled")
         page.click("[data-testid=run]")
         finished(page)
     chosen = FakeSettings(max_new_tokens=48, temperature=0.7, seed=11, tree="static", depth=2)

@@ -12,9 +12,10 @@ from test_player_browser import opened, settled, state
 from test_visual import HOSTILE
 from visual_helpers import GOLDEN, exported, synthetic
 
+from eagle2.cost import CostModel
 from eagle2.trace import Trace
-from visual import theme, tree, views
-from visual.player import export_html
+from visual import theme, tree, views, why
+from visual.player import export_html, payload
 
 pytestmark = pytest.mark.browser
 
@@ -30,12 +31,32 @@ def as_sent(trace: Trace) -> Trace:
     )
 
 
+COSTS = CostModel((1, 2, 4, 8, 16), (0.04013, 0.0421, 0.0453, 0.0502, 0.0701), (1, 4), (0.00213, 0.0031), 0.00107)
+
+
+def costly(trace: Trace) -> Trace:
+    """With a cost model, and its third step without drafts."""
+    steps = list(trace.steps)
+    old = steps[2]
+    steps[2] = dataclasses.replace(
+        old, token_ids=old.token_ids[:1], parents=(-1,), confidence=(1.0,), log_value=(0.0,), selected=(), kept=(),
+        target_probs=(), target_ranks=(), accepted=(), decisions=(), next_id=old.emitted_ids[-1], next_kind="bonus",
+        emitted=1, choice_ids=(old.emitted_ids[-1],), choice_probs=(0.5,),
+    )  # fmt: skip
+    output = (trace.output_ids[0], *(token for step in steps for token in step.emitted_ids))
+    return dataclasses.replace(
+        trace, steps=tuple(steps), output_ids=output, output_pieces=tuple(trace.vocabulary[i] for i in output),
+        autoregressive=None, metadata={**trace.metadata, "costs": COSTS.to_dict()},
+    )  # fmt: skip
+
+
 RUNS = {
     "golden": lambda: Trace.load(GOLDEN),
     "default": lambda: synthetic(6, depth=3, top_k=4, total=5, seed=4),
     "paper": lambda: as_sent(synthetic(3)),
     "hostile": lambda: synthetic(3, depth=2, top_k=3, total=6, words=HOSTILE),
     "large": lambda: synthetic(2, total=128),
+    "costs": lambda: costly(synthetic(6, depth=3, top_k=4, total=5, seed=4)),
 }
 
 
@@ -342,3 +363,45 @@ def test_both_can_be_saved(chromium: Any, runs: Any) -> None:
             text = Path(download.value.path()).read_text(encoding="utf-8")
             assert "<svg" in text
             assert "step 1 of 2" in text
+
+
+def test_why_this_tree(chromium: Any, runs: Any) -> None:
+    """The browser draws and says what Python does, is linked with the tree, and hides where no costs were measured."""
+    trace, path = runs["costs"]
+    infos = why.infos(trace, COSTS)
+    ends = why.span(infos)
+    with opened(chromium, path, 390, color_scheme="dark") as page:
+        wide = width(page, "why")
+        for number, phase in [(0, "draft"), (0, "rerank"), (1, "accept"), (2, "accept"), (3, "accept")]:
+            show(page, number, phase)
+            page.wait_for_selector(f"[data-testid=why][data-drawn='{number}:{phase}']")
+            info = infos[number][0 if phase == "draft" else -1]
+            ours = json.loads(why.figure(info, COSTS, phase, theme.DARK, within=ends, width=wide).to_json())  # type: ignore[arg-type]
+            theirs = drawn(page, "why")
+            same(ours["data"], theirs["data"], f"{number} {phase}")
+            for key in ("width", "height", "xaxis", "yaxis"):
+                same(ours["layout"][key], theirs["layout"][key], f"{number} {phase} {key}")
+            words = why.words(info, phase)  # type: ignore[arg-type]
+            assert page.text_content("[data-testid=why-said]") == words
+            assert theirs["said"] == "Why this tree. " + words
+        assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
+        whole = infos[3][-1]
+        page.evaluate(f"window.eagle2.context.link({{step: 3, node: {whole.nodes[1]}}})")
+        ring, at = page.locator("[data-testid=why-ring]").bounding_box(), theirs["data"]
+        curves = next(item for item in at if item["name"] == "curves")
+        box = page.locator("[data-testid=why]").bounding_box()
+        point = [i for i, node in enumerate(curves["customdata"]) if node == whole.nodes[1]][2]  # the third panel's
+        assert ring["x"] + ring["width"] / 2 - box["x"] == pytest.approx(curves["x"][point], abs=1)
+        assert ring["y"] + ring["height"] / 2 - box["y"] == pytest.approx(curves["y"][point], abs=1)
+        page.mouse.move(box["x"] + curves["x"][point], box["y"] + curves["y"][point])
+        page.wait_for_function(f"({LINKED})[0] === {whole.nodes[1]}")
+        assert page.get_attribute("[data-testid=values-ring]", "data-node") == str(whole.nodes[1])
+        page.click("[data-testid=save]")
+        assert page.is_visible("[data-testid=save-why-svg]")
+        message = json.dumps(payload(runs["golden"][0]))
+        page.evaluate(f"window.eagle2.show({message})")
+        settled(page)
+        page.click("[data-testid=save]")
+        assert not page.is_visible("[data-testid=why]")
+        page.click("[data-testid=save]")
+        assert not page.is_visible("[data-testid=save-why-svg]")

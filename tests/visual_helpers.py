@@ -152,9 +152,9 @@ class FakeSettings:
     top_p: float = 1.0
     seed: int = 0
     tree: str = "dynamic"
-    depth: int = 3
+    depth: int | str = 3
     top_k: int = 4
-    total_tokens: int = 5
+    total_tokens: int | str = 5
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -173,6 +173,9 @@ class FakeEngine:
         self.closed = threading.Event()
         self.running = 0
         self.most_running = 0
+
+    def calibrate(self) -> None:
+        pass
 
     def encode(self, prompt: str) -> list[int]:
         return list(range(len(prompt.split())))

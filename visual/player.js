@@ -594,10 +594,11 @@
       showLink();
     }
 
-    /* The side views stand beside the tree where the tree leaves them room, else below it. */
+    /* Two side views stand beside the tree where the tree leaves them room; else, and where there are more, all below it. */
     function wide() {
       var stage = scroll.parentNode.clientWidth;
-      return slots.side.childElementCount > 0 && stage - (sizes.left + state.depth * sizes.column + sizes.right) >= 360;
+      var views = slots.side.querySelectorAll(".e2-view:not([hidden])").length;
+      return views > 0 && views < 3 && stage - (sizes.left + state.depth * sizes.column + sizes.right) >= 360;
     }
 
     /* ---- what belongs together: a token, its node, its row, its step ---- */
@@ -871,10 +872,12 @@
     /* "Save" offers each figure as SVG and PNG, with a caption that says what it is and how it was measured. */
     function saveable(name, label, div) {
       saveables.push(name);
-      ["svg", "png"].forEach(function (format) {
-        saveList.append(el("button", { type: "button", class: "e2-menu-item", "data-testid": "save-" + name + "-" + format, text: label + ", " + format.toUpperCase(),
-          onclick: function () { saveMenu.open = false; saveFigure(name, label, div, format); } }));
+      var buttons = ["svg", "png"].map(function (format) {
+        return el("button", { type: "button", class: "e2-menu-item", "data-testid": "save-" + name + "-" + format, text: label + ", " + format.toUpperCase(),
+          onclick: function () { saveMenu.open = false; saveFigure(name, label, div, format); } });
       });
+      saveList.append.apply(saveList, buttons);
+      return buttons; // for who has no figure at times
     }
     function caption(label) {
       var run = state.run, short = run.prompt.length > 60 ? run.prompt.slice(0, 59) + "…" : run.prompt;

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from eagle2.trace import StepTrace, Trace
-from visual import compare, lessons, race, tree, views
+from visual import compare, lessons, race, tree, views, why
 from visual.theme import PALETTES, SIZES, css_variables, glyphs, label, plain
 
 HERE = Path(__file__).parent
-SCRIPTS = ("player.js", "views.js", "race.js", "lessons.js", "compare.js")  # in loading order
+SCRIPTS = ("player.js", "views.js", "why.js", "race.js", "lessons.js", "compare.js")  # in loading order
 STYLES = ("player.css", "views.css", "race.css", "lessons.css", "compare.css")
 RUN_MARK = "/*EAGLE2-RUN*/"  # where the run's JSON goes in `page`
 HTML_TEMPLATE = '<div class="e2-host"></div>'  # no data in it: a template is evaluated
@@ -159,6 +159,7 @@ def payload(
         "equal": told.equal,
         "same": told.same,
         "race": race.data(trace),
+        "costs": why.data(trace),
         "note": note,
     }
 
@@ -200,11 +201,7 @@ def facts(trace: Trace) -> tuple[tuple[str, str], ...]:
         ("draft head", meta["head"]),
         ("device", f"{meta['device']}, {meta['threads']} thread{'s' * (meta['threads'] != 1)}"),
         ("dtype", meta["dtype"]),
-        (
-            "tree",
-            f"{shape.get('kind', '?')}, depth {shape.get('depth', '?')}, top_k {shape.get('top_k', '?')},"
-            f" total_tokens {shape.get('total_tokens', '?')}",
-        ),
+        ("tree", f"{shape.get('kind', '?')}, {_tree_size(shape)}"),
         ("decoding", how),
         ("forward", meta.get("forward", "")),
         ("clock", meta["clock"]),
@@ -212,6 +209,13 @@ def facts(trace: Trace) -> tuple[tuple[str, str], ...]:
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
     ]
     return tuple((name, plain(str(value))) for name, value in said if value not in ("", None))
+
+
+def _tree_size(shape: Mapping[str, Any]) -> str:
+    depth, top_k, total = (shape.get(name, "?") for name in ("depth", "top_k", "total_tokens"))
+    if depth == total == "auto":
+        return f"automatic size, top_k {top_k}"
+    return f"depth {depth}, top_k {top_k}, total_tokens {total}"
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
@@ -246,6 +250,7 @@ def setup(*, standalone: bool = False, page_url: str = "") -> dict[str, Any]:
         "sizes": SIZES._asdict(),
         "empty": EMPTY,
         "views": views.setup(),
+        "why": why.setup(),
         "race": race.setup(),
         "lessons": lessons.setup(),
         "compare": compare.setup(),

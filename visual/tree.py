@@ -339,11 +339,15 @@ def sentences(tree: TreeInfo) -> dict[str, str]:
         limit = "" if tree.lowest_kept is None else f" The lowest kept value is {short(tree.lowest_kept)}"
         limit += "." if not limit else f", the highest cut value {short(tree.highest_cut)}."
         said["rerank"] = f"Rerank: the {kept} nodes of highest value are kept, {drafted - kept} are cut.{limit}"
+    if drafted and not kept:
+        said["rerank"] = f"Rerank: no node is kept, {drafted} {'is' if drafted == 1 else 'are'} cut."
     said["flatten"] = _flatten_sentence(tree)
     firsts = sum(node.target_rank == 0 for node in tree.nodes)
     said["verify"] = (
         f"Verify: one pass of the target over the root and {kept} node{'s' * (kept != 1)}."
         f" A ring marks the target's first choice: {firsts} of {kept} drafted tokens."
+        if kept
+        else "Verify: one pass of the target over the root alone."
     )
     path, own = len(tree.accepted), f"the target's own token {tree.next.token}"
     if not tree.next.counted:

@@ -285,6 +285,8 @@
     };
   }
 
+  Object.assign(tools, { valuesInfo: valuesInfo, ordinal: ordinal }); // for why.js
+
   /* ---- the part ---- */
 
   window.Eagle2Player.part("side", function (context) {
