@@ -123,6 +123,7 @@ class _Blocks:
         self.layers = [self._layer(layer) for layer in layers]
         self._rotary = rotary
         self._turns = torch.empty(0)
+        self._floors: dict[int, Tensor] = {}
 
     def _layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -174,7 +175,18 @@ class _Blocks:
         return rows.repeat(self.heads // self.kv_heads, 1)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+        if x.dtype != torch.float32:
+            return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+        # The same in fewer and quicker operations than torch has for it on CPUs.
+        size = x.shape[-1]
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x.mul(weight).div_(torch.hypot(length, self._floor(size)).mul_(size**-0.5))
+
+    def _floor(self, size: int) -> Tensor:
+        """What keeps a row of zeros from a division by zero: sqrt(size * eps)."""
+        if size not in self._floors:
+            self._floors[size] = torch.tensor((size * self.eps) ** 0.5)
+        return self._floors[size]
 
     def run(
         self, layer: _Layer, x: Tensor, turns: Tensor, mask: Tensor | None, keys: Tensor, values: Tensor, start: int,
@@ -204,6 +216,11 @@ class _Blocks:
             queries = turned[:, : self.heads].reshape(n, self.kv_heads, -1, self.head_dim)
             seen = F.scaled_dot_product_attention(queries, paths.of(keys), paths.of(values), attn_mask=paths.mask)
             seen = seen.reshape(n, -1)
+        elif mask is None:  # one row
+            queries = turned[:, : self.heads].transpose(0, 1)[None]
+            seen = F.scaled_dot_product_attention(
+                queries, keys[None, :, :end], values[None, :, :end], enable_gqa=True
+            ).view(1, -1)
         else:
             # [N, heads, D] -> [1, kv_heads, groups * N, D]
             queries = turned[:, : self.heads].transpose(0, 1).reshape(1, self.kv_heads, -1, self.head_dim)

@@ -12,7 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from visual_helpers import GOLDEN, exported, synthetic
+from visual_helpers import GOLDEN, exported, synthetic, with_copies
 
 from eagle2.trace import Trace
 from visual import theme, tree
@@ -24,6 +24,7 @@ RUNS = {
     "golden": lambda: Trace.load(GOLDEN),
     "default": lambda: synthetic(6, depth=3, top_k=4, total=5, seed=4),
     "paper": lambda: synthetic(4),
+    "copies": with_copies,
 }
 
 
@@ -100,7 +101,7 @@ def test_what_is_drawn_equals_the_trace(chromium: Any, runs: Any, name: str, wid
         assert page.text_content("[data-testid=tau]") == f"{trace.tau:.2f}"
 
 
-@pytest.mark.parametrize("name", ["golden", "paper"])
+@pytest.mark.parametrize("name", ["golden", "paper", "copies"])
 def test_browser_and_python_draw_the_same(chromium: Any, runs: Any, name: str) -> None:
     """At 390 px the columns are not stretched, so all coordinates can be compared."""
     trace, path = runs[name]

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from visual_helpers import GOLDEN, synthetic
+from visual_helpers import GOLDEN, synthetic, with_copies
 
 from eagle2.race import LaneProgress, RaceUpdate
 from eagle2.trace import StepTrace, Trace
@@ -60,6 +60,27 @@ def test_info_of_the_golden_tree(golden: Trace) -> None:
     assert info.lowest_kept == pytest.approx(0.15)
     assert info.highest_cut == pytest.approx(0.06)
     assert (info.width, info.height) == (618.0, 113.0)
+
+
+def test_copies_are_marked_and_told() -> None:
+    trace = with_copies()
+    first, second = (tree.info(trace, number) for number in range(2))
+    assert [node.node for node in first.nodes if node.copied] == [1, 5]
+    said = tree.sentences(first)
+    assert said["draft 1"].endswith(
+        "the head reads the root; 2 tokens are proposed, 1 of them (⧉) copied from earlier text."
+    )
+    assert said["draft 2"].endswith("; 4 tokens are proposed, 1 of them (⧉) copied from earlier text.")
+    assert "confidence 0.6000 (prompt lookup's: copied from earlier text)" in tree.hover(first.nodes[1])
+    assert "prompt lookup" not in tree.hover(first.nodes[2])
+    drawn = {trace.name: trace for trace in tree.figure(first, "rerank").data}
+    assert [text for text in drawn["confidences"].text if text.startswith("⧉")] == ["⧉.60", "⧉.50"]
+    drafted = len(second.nodes) - 1
+    assert second.passes == ()
+    assert {node.drafted_in for node in second.nodes[1:]} == {0}
+    assert tree.sentences(second)["draft 1"] == (
+        f"Draft: the head is not asked; {drafted} tokens are copied from earlier text."
+    )
 
 
 def test_folded_children_become_counted_stubs(golden: Trace) -> None:

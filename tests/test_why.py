@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from visual_helpers import GOLDEN, synthetic
+from visual_helpers import GOLDEN, synthetic, with_copies
 
 from eagle2 import eagle
 from eagle2.cost import CostModel, TreePlanner
@@ -49,6 +49,15 @@ def test_info_of_the_golden_tree(golden: Trace) -> None:
     assert whole.speedup == pytest.approx(2.53 / 1.8)
     assert rounded(first) == why.WhyInfo((1, 2), (1.0, 1.6, 1.9), (1.25, 1.35, 1.45), 2, 0, 1.0, 3, 1)
     assert (second.best, second.kept, second.nodes) == (4, 0, whole.nodes)
+
+
+def test_copies_alone_cost_the_pass_and_no_draft() -> None:
+    trace = with_costs(with_copies(), COSTS.to_dict())
+    assert why.fed_rows(trace) == ((3, 2), ())
+    info = why.infos(trace, COSTS)[1][-1]
+    assert info.steps[0] == 1
+    assert info.steps[info.kept] == pytest.approx(COSTS.verify(1 + info.kept) / COSTS.verify(1))
+    assert info.passes == 0
 
 
 def test_the_sentences(golden: Trace) -> None:
@@ -171,7 +180,7 @@ def test_the_view_counts_as_the_planner_does(monkeypatch: pytest.MonkeyPatch) ->
         (1, 2, 4, 8, 16, 32, 64), (1.0, 1.01, 1.03, 1.08, 1.2, 1.5, 2.23), (1, 4, 8), (0.02, 0.03, 0.05), 0.02
     )
     engine = Engine(model, tokenizer, tiny_head(model), name="tiny", head_name="tiny-head", costs=costs)
-    trace = engine.trace("hello", Settings(max_new_tokens=30, depth="auto", total_tokens="auto"))
+    trace = engine.trace("hello", Settings(max_new_tokens=30, depth="auto", total_tokens="auto", lookup=False))
     rows = [of for of in why.fed_rows(trace) if of]
     assert [sum(map(costs.draft, of)) for of in rows] == pytest.approx(spent)
     assert {of[0] for of in rows} >= {1, 5, 9}  # 5: four skipped steps and one drafted before the probe

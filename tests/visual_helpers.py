@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import random
 import threading
@@ -43,6 +44,15 @@ def in_loop(make: Callable[[], Any]) -> Any:
         return make()
 
     return asyncio.run(call())
+
+
+def with_copies() -> Trace:
+    """The golden run as if prompt lookup had proposed two nodes of the first step, and all of the second, alone."""
+    trace = Trace.load(GOLDEN)
+    first, second, *rest = trace.steps
+    first = dataclasses.replace(first, copied=(1, 5))
+    second = dataclasses.replace(second, selected=(), copied=tuple(range(1, len(second.token_ids))))
+    return dataclasses.replace(trace, steps=(first, second, *rest))
 
 
 def synthetic(

@@ -88,6 +88,8 @@
     lastStep: "M11 3h2v10h-2zM3 3v10l7-5z",
   };
 
+  var COPIED = "\u29c9"; // beside the confidence of a node that prompt lookup proposed; as in visual.tree
+
   /* ---- one step, unpacked and laid out ---- */
 
   function sums(differences) {
@@ -102,6 +104,7 @@
     var fed = {};
     raw.s.forEach(function (nodes, pass) { nodes.forEach(function (node) { fed[node] = pass; }); });
     var verdict = new Array(n).fill("cut");
+    var lastPass = (raw.y || []).length ? Math.max(raw.s.length - 1, 0) : n;
     raw.k.forEach(function (node) { verdict[node] = "not reached"; });
     raw.j.forEach(function (node) { verdict[node] = "rejected"; });
     raw.a.forEach(function (node) { verdict[node] = "accepted"; });
@@ -113,10 +116,12 @@
         node: i, parent: parent, depth: parent < 0 ? 0 : step.nodes[parent].depth + 1,
         token: typeof entry === "string" ? entry : entry[0], label: typeof entry === "string" ? entry : entry[1],
         confidence: raw.c[i], logValue: raw.v[i], value: Math.exp(Math.min(raw.v[i], 0)),
-        born: parent < 0 ? -1 : parent in fed ? fed[parent] : step.nodes[parent].depth,
+        born: parent < 0 ? -1 : parent in fed ? fed[parent] : Math.min(step.nodes[parent].depth, lastPass),
+        copied: false,
         kept: i === 0, verdict: verdict[i], prob: null, rank: null, choice: null, draw: null,
       });
     }
+    (raw.y || []).forEach(function (node) { step.nodes[node].copied = true; });
     raw.k.forEach(function (node, row) {
       var entry = step.nodes[node];
       entry.kept = true;
@@ -203,7 +208,7 @@
   function hover(node) {
     var lines = ["<b>" + escape(isolate(cutTo(node.token, 60))) + "</b>"];
     if (node.node) {
-      lines.push("confidence " + probability(node.confidence));
+      lines.push("confidence " + probability(node.confidence) + (node.copied ? " (prompt lookup's: copied from earlier text)" : ""));
       lines.push("value " + digits(node.value));
     }
     if (node.prob !== null) lines.push("target probability " + probability(node.prob) + " (rank " + (node.rank + 1) + ")");
@@ -267,7 +272,7 @@
         if (phase === "flatten") figure = step.position === null ? "" : "@" + (step.position + node.depth);
         var tail = figure && ' <span style="font-size:' + sizes.number_font + "px;color:" + palette.dim + '">' + figure + "</span>";
         add("labels", px + 12 * z, y - 10 * z, { ids: key(node.node), text: escape(node.label) + tail, size: sizes.label_font, color: palette.ink });
-        if (node.node) add("confidences", px - 12 * z, y - 6 * z, { ids: key(node.node), text: short(node.confidence), size: sizes.number_font });
+        if (node.node) add("confidences", px - 12 * z, y - 6 * z, { ids: key(node.node), text: (node.copied ? COPIED : "") + short(node.confidence), size: sizes.number_font });
       }
       if (fed.indexOf(node.node) >= 0) add("rings", px, y, { ids: key(node.node), size: (small ? sizes.cut_node : sizes.node) + 8 * z });
       if (late === VERIFY && node.rank === 0) add("rings", px, y, { ids: key(node.node), size: sizes.node + 8 * z });
@@ -699,7 +704,8 @@
         var dots = chips[name].lastChild, drafts = step.beats - AFTER;
         if (name === "draft") dots.textContent = Array.from({ length: drafts }, function (_, i) { return on && i === state.beat ? "●" : "○"; }).join("");
       });
-      meaning.textContent = "On an edge: the head's confidence. " + (phase === "flatten" ? "In a node: its row. Beside a token: its position id."
+      var copies = step.nodes.some(function (node) { return node.copied; });
+      meaning.textContent = "On an edge: the head's confidence" + (copies ? ", or (" + COPIED + ") that of a copy of earlier text. " : ". ") + (phase === "flatten" ? "In a node: its row. Beside a token: its position id."
         : "Beside a token: " + (PHASES.indexOf(phase) < VERIFY ? "its value." : "the target's probability."));
       var ms = step.raw.ms;
       clock.textContent = "Step " + (step.number + 1) + ": draft " + (1000 * ms[0]).toFixed(1) + " ms, verify " + (1000 * ms[1]).toFixed(1) +

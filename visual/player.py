@@ -101,6 +101,7 @@ def step_columns(step: StepTrace, tokens: _Tokens, number: int, root_position: i
         "o": _steps(tree.drawing_order(step)),
         "s": [list(nodes) for nodes in tree.passes(step)],
         "k": list(step.kept),
+        "y": list(step.copied),
         "q": _round(step.target_probs),
         "r": list(step.target_ranks),
         "h": [tokens(i) for i in step.choice_ids],

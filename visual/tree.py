@@ -55,6 +55,7 @@ class NodeInfo(NamedTuple):
     verdict: Verdict
     x: float
     y: float | None  # None where it is folded into a stub
+    copied: bool = False  # its confidence is prompt lookup's
 
 
 class StubInfo(NamedTuple):
@@ -172,18 +173,28 @@ def unfolded_nodes(step: StepTrace, unfold: bool | Collection[int] | None = None
     return unfold
 
 
+COPIED = "⧉"  # beside the confidence of a copied node
+COPIED_HOVER = " (prompt lookup's: copied from earlier text)"
+
+
 def passes(step: StepTrace) -> tuple[tuple[int, ...], ...]:
     """Nodes fed to the head, pass by pass.  A trace leaves the first pass out, in which the head catches up with the
     committed text and reads the root; here it counts, since it proposes the first layer."""
-    if len(step.token_ids) == 1 or any(0 in nodes for nodes in step.selected[:1]):
-        return step.selected
+    if len(step.copied) == len(step.token_ids) - 1 or any(0 in nodes for nodes in step.selected[:1]):
+        return step.selected  # nothing was drafted, or copies alone
     return ((0,), *step.selected)
 
 
 def drafted_in(step: StepTrace) -> tuple[int, ...]:
-    """Number of the draft pass that proposed each node: the one in which its parent was fed."""
+    """Number of the draft pass that proposed each node: the one in which its parent was fed.
+
+    Copies below nodes that were not fed appear no later than the last pass.
+    """
     fed = {node: number for number, nodes in enumerate(passes(step)) for node in nodes}
-    return tuple(-1 if parent < 0 else fed.get(parent, depth - 1) for parent, depth in zip(step.parents, step.depths))
+    last = max(len(passes(step)) - 1, 0) if step.copied else len(step.parents)
+    return tuple(
+        -1 if parent < 0 else fed.get(parent, min(depth - 1, last)) for parent, depth in zip(step.parents, step.depths)
+    )
 
 
 def verdicts(step: StepTrace) -> tuple[Verdict, ...]:
@@ -229,7 +240,7 @@ def step_info(
     below = [0] * n  # cut nodes under each node
     for node in range(n - 1, 0, -1):
         below[step.parents[node]] += below[node] + (node not in row)
-    born, verdict = drafted_in(step), verdicts(step)
+    born, verdict, copied = drafted_in(step), verdicts(step), set(step.copied)
 
     def text(token_id: int) -> str:
         return vocabulary.get(token_id, f"⟨{token_id}⟩")
@@ -254,6 +265,7 @@ def step_info(
             verdict=verdict[i],
             x=_x(depths[i]),
             y=placed.y[i],
+            copied=i in copied,
         )
         for i in range(n)
     )
@@ -306,7 +318,7 @@ def hover(node: NodeInfo) -> str:
     token = node.token if len(node.token) <= 60 else node.token[:59] + "…"
     lines = [f"<b>{escape(isolate(token))}</b>"]
     if node.node:
-        lines.append(f"confidence {probability(node.confidence)}")
+        lines.append(f"confidence {probability(node.confidence)}{COPIED_HOVER * node.copied}")
         lines.append(f"value {digits(node.value)}")
     if node.target_prob is not None and node.target_rank is not None:
         lines.append(f"target probability {probability(node.target_prob)} (rank {node.target_rank + 1})")
@@ -329,11 +341,21 @@ def sentences(tree: TreeInfo) -> dict[str, str]:
         new = sum(node.drafted_in == number for node in tree.nodes)
         fed = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
         source = "the root" if nodes == (0,) else f"the {fed} of highest value"
+        copied = sum(node.drafted_in == number and node.copied for node in tree.nodes)
         said[f"draft {number + 1}"] = (
             f"Draft, pass {number + 1} of {total}: the head reads {source} and proposes {new} tokens."
         )
+        if copied:
+            said[f"draft {number + 1}"] = (
+                f"Draft, pass {number + 1} of {total}: the head reads {source}; {new} tokens are proposed,"
+                f" {copied} of them (⧉) copied from earlier text."
+            )
     if not total:
-        said["draft 1"] = "Draft: nothing is drafted." if not drafted else f"Draft: {drafted} tokens are proposed."
+        said["draft 1"] = "Draft: nothing is drafted."
+        if drafted:
+            said["draft 1"] = (
+                f"Draft: the head is not asked; {drafted} token{'s are' if drafted > 1 else ' is'} copied from earlier text."
+            )
     said["rerank"] = f"Rerank: all {drafted} drafted nodes are kept."
     if tree.highest_cut is not None:
         limit = "" if tree.lowest_kept is None else f" The lowest kept value is {short(tree.lowest_kept)}"
@@ -484,7 +506,7 @@ def figure(tree: TreeInfo, phase: Phase = "accept", palette: Palette = LIGHT) ->
             text = escape(node.label) + (tail if shown_number else "")
             add("labels", node.x + 12, y - 10, text=text, size=SIZES.label_font, color=palette.ink)
             if node.node:
-                add("confidences", node.x - 12, y - 6, text=short(node.confidence))
+                add("confidences", node.x - 12, y - 6, text=COPIED * node.copied + short(node.confidence))
         if phase == "verify" and node.target_rank == 0:
             add("rings", node.x, y, size=SIZES.node + 8)
         if accepted or rejected:

@@ -19,7 +19,7 @@
     var pending = prompt;
     return steps.map(function (step) {
       var rows = [];
-      if (step.n > 1) {
+      if (step.passes.length) { // else no draft, or copies alone
         rows = [Math.min(pending, limit)].concat(step.passes.slice(1).map(function (nodes) { return nodes.length; }));
         pending = 0;
       }
@@ -29,7 +29,7 @@
   }
 
   function stepSeconds(costs, rows, nodes) {
-    if (!rows.length) return onCurve(costs.verify, 1);
+    if (!rows.length) return onCurve(costs.verify, 1 + nodes);
     var draft = rows.reduce(function (sum, n) { return sum + onCurve(costs.draft, n); }, 0);
     return draft + onCurve(costs.verify, 1 + nodes) + costs.overhead;
   }

@@ -107,7 +107,7 @@ def fed_rows(trace: Trace) -> tuple[tuple[int, ...], ...]:
     limit, pending = catch_up_limit(trace), len(trace.prompt_ids)
     rows: list[tuple[int, ...]] = []
     for step in trace.steps:
-        if len(step.token_ids) == 1:
+        if not tree.passes(step):  # no draft, or copies alone
             rows.append(())
         else:
             rows.append((min(pending, limit), *map(len, tree.passes(step)[1:])))
@@ -117,8 +117,11 @@ def fed_rows(trace: Trace) -> tuple[tuple[int, ...], ...]:
 
 
 def step_seconds(costs: CostModel, rows: Sequence[int], nodes: int) -> float:
-    """Seconds of a step that fed the draft head ``rows``, pass by pass, and keeps ``nodes``; of a plain step without any."""
-    return costs.step(sum(map(costs.draft, rows)), nodes) if rows else costs.verify(1)
+    """Seconds of a step that fed the draft head ``rows``, pass by pass, and keeps ``nodes``.
+
+    Without any rows: of the target's pass alone, over copies or none.
+    """
+    return costs.step(sum(map(costs.draft, rows)), nodes) if rows else costs.verify(1 + nodes)
 
 
 def info(step: StepTrace, rows: Sequence[int], costs: CostModel, drafted_in: int | None = None) -> WhyInfo:
