@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,15 @@ Linear = Callable[[Tensor], Tensor]
 def packed_linear(weight: Tensor, bias: Tensor | None = None, rows: int = 4) -> Linear:
     """``x [..., in] -> [..., out]``; on CPUs the weight is packed once for oneDNN, which plain ``linear`` does on every call.
 
-    ``rows``: of the passes that the layout is chosen for; others work too.
+    ``rows``: of the passes that the layout is chosen for; others work too.  Half precision on a CPU that has no instructions
+    for it: one row as it is, which takes half of float32's memory traffic; several rows, for which that way costs as many
+    times more, through a packed copy in float32.
     """
     weight = weight.detach().contiguous()
+    if weight.device.type == "cpu" and weight.dtype != torch.float32 and not packs(weight.dtype):
+        wide = packed_linear(weight.float(), None if bias is None else bias.float(), rows)
+        narrow = weight.dtype
+        return lambda x: F.linear(x, weight, bias) if len(x) == 1 else wide(x.float()).to(narrow)
     if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
         try:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
@@ -45,6 +51,18 @@ def packed_linear(weight: Tensor, bias: Tensor | None = None, rows: int = 4) -> 
         else:
             return lambda x: run(x, packed, bias, "none", [], "")
     return lambda x: F.linear(x, weight, bias)
+
+
+@cache
+def packs(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions for products in ``dtype``, which oneDNN packs weights for."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=dtype), 4)
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    return True
 
 
 def available_memory() -> int | None:
@@ -265,7 +283,8 @@ class LeanWeights(_Blocks):
         widths = (self.width, self.heads * self.head_dim, self.width, self.inner, self.width)
         inputs = [torch.randn(MOST_ROWS, width, generator=generator).to(self.dtype) for width in widths]
         outputs = [linear(x) for linear, x in zip(linears, inputs)]
-        for step in (1, 2, 4, 8, 16, 32):
+        one_row_alike = self.dtype == torch.float32 or packs(self.dtype)  # see `packed_linear`
+        for step in (1, 2, 4, 8, 16, 32) if one_row_alike else (2, 4, 8, 16, 32):
             if all(
                 torch.equal(linear(x[:rows]), y[:rows])
                 for linear, x, y in zip(linears, inputs, outputs)
@@ -316,6 +335,8 @@ class Lean:
         if copies and parameters[0].device.type != "cpu":
             return f"it is on {parameters[0].device.type}, where a second copy of the weights is too dear"
         size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+        if not packs(parameters[0].dtype):
+            size *= 2  # a copy in float32
         if copies and (free := available_memory()) is not None and 1.2 * size > free:
             return f"its packed weights need {size >> 20} MB, and {free >> 20} MB are free"
         if any(module._forward_hooks for module in model.modules()):

@@ -138,6 +138,19 @@ def test_packed_linear_equals_linear(rows: int) -> None:
     torch.testing.assert_close(packed_linear(weight)(x), nn.functional.linear(x, weight))
 
 
+def test_half_precision_without_instructions_for_it_runs_rows_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagle2.lean.packs", lambda dtype: False)
+    torch.manual_seed(0)
+    weight, bias, x = (torch.randn(*size).bfloat16() for size in ((96, 40), (96,), (5, 40)))
+    linear = packed_linear(weight, bias)
+    assert torch.equal(linear(x), nn.functional.linear(x.float(), weight.float(), bias.float()).bfloat16())
+    assert torch.equal(linear(x[:1]), nn.functional.linear(x[:1], weight, bias))
+    model = tiny_model().bfloat16()
+    assert LeanWeights(model).invariant_rows == 2
+    monkeypatch.setattr("eagle2.lean.available_memory", lambda: 2 * sum(p.numel() * 2 for p in model.parameters()))
+    assert "MB are free" in (Lean.refusal(model) or "")
+
+
 def test_weights_are_those_of_the_model_at_that_time() -> None:
     """A copy is packed: changing the model afterwards does not reach it, making new weights does."""
     model = tiny_model()
