@@ -97,33 +97,44 @@ def _pairs(width: int, heads: int) -> Tensor:
 class Paths:
     """What each row of a pass attends to, row by row in order of position, padded to a multiple of ``STEP``.
 
-    So a row's sums run over the same numbers in the same order whether its path lies in the cache in one piece, as in
-    autoregressive decoding, or between the rows of a tree.  Zeros at the end change no sum.
+    So a row's sums run over the same numbers in the same order, and over as many of them, whether its path lies in the cache
+    in one piece, as in autoregressive decoding, or between the rows of a tree.
     """
 
     STEP = 64
 
     def __init__(self, visible: Tensor, start: int, dtype: torch.dtype) -> None:
         """``visible [N, N]`` among the rows behind ``start`` committed ones; ancestors come before their descendants."""
-        n = len(visible)
         lengths = start + visible.sum(-1)
-        self.total = rounded(int(lengths.max()), self.STEP)
-        columns = torch.arange(self.total)
-        self.mask = torch.zeros(n, 1, 1, self.total, dtype=dtype)
-        self.mask.masked_fill_((columns >= lengths[:, None])[:, None, None], torch.finfo(dtype).min)
-        self._index = None
-        if n > 1:
-            index = columns.clamp(max=start).repeat(n, 1)
-            own = start + torch.argsort(~visible, dim=-1, stable=True)  # ancestors and the row itself first
-            index[:, start : start + n] = own[:, : self.total - start]
-            self._index = index.view(-1)
+        totals = (lengths + self.STEP - 1).div(self.STEP, rounding_mode="floor") * self.STEP
+        # Rows of a deep tree may lie on both sides of a multiple of STEP.
+        self._groups = [self._group(visible, lengths, totals == total, start, dtype) for total in totals.unique()]
 
-    def of(self, cache: Tensor) -> Tensor:
-        """``[kv_heads, capacity, D]`` -> ``[N, kv_heads, total, D]``."""
-        if self._index is None:
-            return cache[None, :, : self.total]
-        heads, _, size = cache.shape
-        return cache.index_select(1, self._index).view(heads, -1, self.total, size).transpose(0, 1)
+    def _group(
+        self, visible: Tensor, lengths: Tensor, chosen: Tensor, start: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Row numbers ``[M]``, their paths' slots ``[M * total]``, and the mask ``[M, 1, 1, total]`` of what is padding."""
+        rows = chosen.nonzero()[:, 0]
+        total = rounded(int(lengths[rows].max()), self.STEP)
+        columns = torch.arange(total)
+        mask = torch.zeros(len(rows), 1, 1, total, dtype=dtype)
+        mask.masked_fill_((columns >= lengths[rows, None])[:, None, None], torch.finfo(dtype).min)
+        slots = columns.clamp(max=start).repeat(len(rows), 1)
+        own = start + torch.argsort(~visible[rows], dim=-1, stable=True)  # ancestors and the row itself first
+        slots[:, start : start + len(visible)] = own[:, : total - start]
+        return rows, slots.view(-1), mask
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """``queries [N, kv_heads, groups, D]``, ``keys``, ``values [kv_heads, capacity, D]`` -> ``[N, heads * D]``."""
+        heads, _, size = keys.shape
+        seen = torch.empty_like(queries)
+        for rows, slots, mask in self._groups:
+            k, v = (
+                cache.index_select(1, slots).view(heads, len(rows), -1, size).transpose(0, 1)
+                for cache in (keys, values)
+            )
+            seen[rows] = F.scaled_dot_product_attention(queries[rows], k, v, attn_mask=mask)
+        return seen.view(len(queries), -1)
 
 
 def rounded(count: int, step: int) -> int:
@@ -232,8 +243,7 @@ class _Blocks:
         values[:, start:end] = h[:, split:].transpose(0, 1)
         if paths is not None:
             queries = turned[:, : self.heads].reshape(n, self.kv_heads, -1, self.head_dim)
-            seen = F.scaled_dot_product_attention(queries, paths.of(keys), paths.of(values), attn_mask=paths.mask)
-            seen = seen.reshape(n, -1)
+            seen = paths.attend(queries, keys, values)
         elif mask is None:  # one row
             queries = turned[:, : self.heads].transpose(0, 1)[None]
             seen = F.scaled_dot_product_attention(
@@ -351,9 +361,8 @@ class Lean:
         if self.capacity < capacity:
             w = self.weights
             self.capacity = capacity
-            # Padding reads and writes behind the last row; what it reads is masked, and must be a number.
-            room = rounded(capacity, Paths.STEP) + MOST_ROWS if self.invariant else capacity
-            self._kv = torch.zeros(len(w.layers), 2, w.kv_heads, room, w.head_dim, dtype=w.dtype)
+            room = capacity + MOST_ROWS if self.invariant else capacity  # rows of padding lie behind those that count
+            self._kv = torch.empty(len(w.layers), 2, w.kv_heads, room, w.head_dim, dtype=w.dtype)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Move the given rows of the last pass to the end of the prefix, in all layers at once."""

@@ -230,11 +230,15 @@ def test_after_the_prompt_only_the_last_rows_logits_are_computed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_row_invariant_passes_give_each_row_the_same_bits_alone_and_in_a_tree(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "length"), [("llama", 70), ("qwen3", 62)]
+)  # 62: the tree lies across a multiple of 64
+def test_row_invariant_passes_give_each_row_the_same_bits_alone_and_in_a_tree(
+    name: str, length: int, dtype: torch.dtype
+) -> None:
     model = made(name).to(dtype)
     target = Target(model, invariant=True)
-    prompt = [3 + i % 60 for i in range(70)]
+    prompt = [3 + i % 60 for i in range(length)]
     other = target.fork()
     other.prefill(prompt, 128)
     in_tree = other.forward(TREE)
