@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -254,8 +254,9 @@ def _generate(args: argparse.Namespace) -> None:
     print()
     legend = f"{STYLES['drafted']}drafted{RESET}, {STYLES['bonus']}target's own{RESET}; " if coloured else ""
     print(
-        f"{legend}{len(progress.token_ids)} tokens, tau {progress.tau:.2f}, {progress.tokens_per_second:.1f} tokens/s "
-        f"({engine.name}, {engine.dtype}, {engine.device}), ended by {progress.finish_reason}",
+        f"{legend}{len(progress.token_ids)} tokens, tau {progress.tau:.2f} tokens per target pass, the target's own included, "
+        f"{progress.tokens_per_second:.1f} tokens/s ({_conditions(engine.metadata(settings), drafted=not args.no_draft)}; "
+        f"one run, no warm-up), ended by {progress.finish_reason}",
         file=sys.stderr,
     )  # fmt: skip
 
@@ -280,7 +281,6 @@ def _race(args: argparse.Namespace) -> None:
         _print_json(trace.summary())
         return
     meta = trace.metadata
-    tree = meta["tree"]
     print(trace.text)
     print()
     print(f"{'lane':<16}{'tokens':>8}{'seconds':>10}{'tokens/s':>10}{'passes':>8}")
@@ -292,7 +292,8 @@ def _race(args: argparse.Namespace) -> None:
     )
     print()
     print(
-        f"speed-up {trace.speedup or 0:.2f}x (tokens/s on own clocks, prefill included), tau {trace.tau:.2f} tokens per target pass"
+        f"speed-up {trace.speedup or 0:.2f}x (tokens/s on own clocks, prefill included), tau {trace.tau:.2f} tokens per target pass, "
+        "the target's own included"
     )
     if trace.equal:
         print("same tokens: yes")
@@ -304,10 +305,7 @@ def _race(args: argparse.Namespace) -> None:
         gap = "one lane ended there" if difference.logit_gap is None else f"logit gap {difference.logit_gap:.4g}"
         print(f"same tokens: no, from output position {difference.index} ({gap}: near 0 means rounding)")
     print(
-        f"{meta['target']}, head {meta['head']}, {meta['dtype']} on {meta['device']}, {meta['threads']} threads, "
-        f"{tree['kind']} tree {tree['depth']}/{tree['top_k']}/{tree['total_tokens']}{' with lookup' * tree['lookup']}, "
-        f"{meta['draft_vocab']} tokens drafted, torch {meta['versions']['torch']}, "
-        f"transformers {meta['versions']['transformers']}; one run, no warm-up"
+        f"{_conditions(meta)}, temperature {settings.temperature}, {settings.max_new_tokens} new tokens; one run, no warm-up"
     )
     if settings.tree_settings.automatic and trace.steps:
         count = len(trace.steps)
@@ -316,6 +314,19 @@ def _race(args: argparse.Namespace) -> None:
             f"{sum(max(step.depths) for step in trace.steps) / count:.1f} drafted layers; "
             f"{sum(len(step.token_ids) == 1 for step in trace.steps)} of {count} steps without a draft"
         )
+
+
+def _conditions(meta: Mapping[str, Any], *, drafted: bool = True) -> str:
+    """What a figure is printed with, from `Engine.metadata`."""
+    tree, versions = meta["tree"], meta["versions"]
+    head = (
+        f", head {meta['head']}, {tree['kind']} tree {tree['depth']}/{tree['top_k']}/{tree['total_tokens']}"
+        f"{' with lookup' * tree['lookup']}, {meta['draft_vocab']} tokens drafted"
+    )
+    return (
+        f"{meta['target']}{head if drafted else ', no draft head'}, {meta['dtype']} on {meta['device']}, "
+        f"{meta['threads']} threads, torch {versions['torch']}, transformers {versions['transformers']}"
+    )
 
 
 def _save(trace: Any, path: str) -> None:
@@ -413,14 +424,11 @@ def _eval(args: argparse.Namespace) -> None:
     if args.json:
         _print_json(result)
         return
-    meta = result["settings"]
-    tree = meta["tree"]
     print(table(result))
     print()
     print(
-        f"{meta['target']}, head {meta['head']}, {meta['dtype']}, {tree['kind']} tree "
-        f"{tree['depth']}/{tree['top_k']}/{tree['total_tokens']}{' with lookup' * tree['lookup']}, temperature {settings.temperature}, "
-        f"{settings.max_new_tokens} new tokens, {meta['draft_vocab']} tokens drafted, by {result['method']}; tau counts the target's own token and leaves out "
+        f"{_conditions(result['settings'])}, temperature {settings.temperature}, "
+        f"{settings.max_new_tokens} new tokens, by {result['method']}; tau counts the target's own token and leaves out "
         "the prefill's; >=d: share of the steps that accepted d draft tokens or more"
     )
 

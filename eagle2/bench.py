@@ -503,7 +503,8 @@ def table(result: Mapping[str, Any]) -> str:
         f"transformers {meta['versions']['transformers']}",
         f"speed-up: tokens/s over {BASE}'s on the same prompt, prefill included, median over prompts; total: all tokens by "
         "all seconds; efficiency: decoding speed-up over tau / (calibrated cost of a step's passes, in autoregressive "
-        f"steps); equal: outputs with {BASE}'s ids; loops: outputs that end in a loop",
+        f"steps); tau: tokens per target pass, the target's own included, without the prefill's; equal: outputs with {BASE}'s "
+        "ids; loops: outputs that end in a loop; every method ran once before, unmeasured (warm-up)",
     ]
     return "\n".join(lines)
 

@@ -170,7 +170,9 @@ class Engine:
         return str(self.target.device)
 
     def encode(self, prompt: str) -> list[int]:
-        """Prompt ids with the chat template; ValueError for an empty prompt."""
+        """Prompt ids with the chat template; ValueError for an empty prompt and for a list of them."""
+        if not isinstance(prompt, str):
+            raise ValueError(f"the prompt must be one text, not a {type(prompt).__name__}; run prompts one at a time")
         if not prompt.strip():
             raise ValueError("the prompt is empty; write something")
         return models.encode_chat(self.tokenizer, [{"role": "user", "content": prompt}])

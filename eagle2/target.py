@@ -240,9 +240,13 @@ class Target:
         return result
 
     def check_prompt(self, token_ids: Sequence[int]) -> None:
-        """Raise ValueError for an empty prompt, `ContextLengthError` for one that leaves no room in the context."""
-        if not token_ids:
+        """Raise ValueError for an empty prompt or several, `ContextLengthError` for one that leaves no room in the context."""
+        if not len(token_ids):
             raise ValueError("the prompt is empty")
+        if isinstance(token_ids[0], Sequence) or getattr(token_ids[0], "ndim", False):  # lists of ids, rows of a tensor
+            raise ValueError(
+                f"a batch of {len(token_ids)} was given; this loop decodes one prompt at a time: give one list of ids"
+            )
         if len(token_ids) >= self.max_length:
             raise ContextLengthError(
                 f"the prompt has {len(token_ids)} tokens, the model's context {self.max_length}; shorten the prompt"

@@ -13,12 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from eagle2 import export
 from eagle2.__main__ import main
+from eagle2.draft import Proposal
+from eagle2.eagle import EagleDrafter, TreeSettings
 from eagle2.export import ExportError, export_head, write_layout
+from eagle2.generate import Stops, generate
 from eagle2.head import EagleHead, HeadConfig, HeadFormatError
+from eagle2.target import Target
+from eagle2.verify import SamplingParams
 from tests.tiny import byte_tokenizer, tiny_config, tiny_head, tiny_model
 
 EMBEDDED = Path(__file__).parent.parent / "assets" / "head-smollm2-135m"
@@ -113,6 +118,13 @@ def test_official_code_loads_it(head: EagleHead, tmp_path: Path) -> None:
 
 
 # --- vLLM's loader, stated again ---
+#
+# From vllm-project/vllm (nothing of it is installed here):
+#   config/speculative.py at f19b16d9: SpeculativeConfig.hf_config_override, and __post_init__ from "Replace hf_config for
+#     EAGLE draft_model" on; transformers_utils/configs/eagle.py at 23c5aa92, lines 12-73: EAGLEConfig
+#   model_executor/models/llama_eagle.py at e1c4a552: lines 26-40 (layer 0 has no input norm), 71-73 (fc has no bias), 81-92
+#     (forward), 96-127 (stacked names), 154-165 (the prefix "model."); utils.process_eagle_weight, as in that model later on
+#   v1/spec_decode/eagle.py at f7eef1b6: EagleProposer.load_model (whose embed_tokens and lm_head) and propose (the chain)
 
 
 def vllm_parameters(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -150,6 +162,16 @@ VLLM_STACKED = (
 )  # fmt: skip
 
 
+def vllm_name(name: str) -> tuple[str, int | None]:
+    """Parameter of ``EagleLlamaForCausalLM`` for a name on disk, and the part of a stacked one that it fills."""
+    if "lm_head" not in name:
+        name = "model." + name
+    for stacked, part, shard in VLLM_STACKED:
+        if part in name:
+            return name.replace(part, stacked), shard
+    return name, None
+
+
 def vllm_load(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """``EagleLlamaForCausalLM.load_weights`` on one rank: the model's parameters, all filled; raises as it would."""
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -161,18 +183,14 @@ def vllm_load(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, T
     filled = {name: torch.full(shape, torch.nan) for name, shape in vllm_parameters(config).items()}
     own = set()
     for name, value in tensors.items():
-        if "lm_head" not in name:
-            name = "model." + name
         own |= {part for part in ("lm_head", "embed_tokens") if part in name}  # process_eagle_weight
-        module, name = name.split(".", 1)  # AutoWeightsLoader hands each child its weights
+        mapped, shard = vllm_name(name)
+        module, parameter = mapped.split(".", 1)  # AutoWeightsLoader hands each child its weights
         assert module == "model"
-        for stacked, part, shard in VLLM_STACKED:
-            if part in name:
-                start = sum(sizes[stacked][:shard])
-                destination = filled[name.replace(part, stacked)][start : start + sizes[stacked][shard]]
-                break
-        else:
-            destination = filled[name]
+        destination = filled[parameter]
+        if shard is not None:
+            parts = sizes[next(stacked for stacked in sizes if stacked in parameter)]
+            destination = destination[sum(parts[:shard]) : sum(parts[: shard + 1])]
         assert destination.shape == value.shape, name
         destination.copy_(value)
     assert not own  # both are then the target's
@@ -192,13 +210,117 @@ def test_vllm_loads_it(name: str, tmp_path: Path) -> None:
     own = head.state_dict()
     parts = [own[f"layers.0.self_attn.{part}_proj.weight"] for part in "qkv"]
     torch.testing.assert_close(filled["layers.0.self_attn.qkv_proj.weight"], torch.cat(parts), rtol=0, atol=0)
-    # SpeculativeConfig: EAGLEConfig(AutoConfig, method="eagle", model_type="eagle") copies the attributes.
-    parsed = AutoConfig.from_pretrained(out)
-    assert [f"Eagle{architecture}" for architecture in parsed.architectures] == ["EagleLlamaForCausalLM"]
+    parsed = VllmConfig(AutoConfig.from_pretrained(out), model_type="eagle")
+    assert parsed.architectures == ["EagleLlamaForCausalLM"]
     assert parsed.rope_parameters == head.config.rope
     assert getattr(parsed, "qkv_bias", False) == head.config.attention_bias
     assert not hasattr(parsed, "bias")
     assert result.copied == ()
+
+
+class VllmConfig(PretrainedConfig):
+    """``EAGLEConfig`` with ``method="eagle"`` around a plain config, as ``SpeculativeConfig`` makes it."""
+
+    model_type = "eagle"
+
+    def __init__(self, model: Any = None, **kwargs: Any) -> None:
+        if model is None:  # transformers makes one to compare with
+            super().__init__(**kwargs)
+            return
+        self.model = model
+        kwargs["architectures"] = [name if name.startswith("Eagle") else f"Eagle{name}" for name in model.architectures]
+        super().__init__(**kwargs)
+        for key, value in model.to_dict().items():
+            if key not in kwargs:
+                setattr(self, key, value)
+
+
+def test_vllm_finds_its_model_and_no_setting_that_means_something_else(tmp_path: Path) -> None:
+    target = tiny_config()
+    write_layout(make_head(attention_bias=True), tmp_path / "out", "vllm")
+    plain = AutoConfig.from_pretrained(tmp_path / "out")
+    assert plain.model_type == "llama"  # of none of the kinds that hf_config_override makes something else of
+    config = VllmConfig(plain, model_type="eagle")
+    assert (config.model_type, config.architectures) == ("eagle", ["EagleLlamaForCausalLM"])
+    for name in ("hidden_size", "vocab_size", "max_position_embeddings"):  # the last one bounds what is drafted at all
+        assert getattr(config, name) == getattr(target, name), name
+    assert config.num_hidden_layers == 1
+    # n_predict bounds num_speculative_tokens, a draft_vocab_size other than V means a map of ids, add_para_norm norms
+    # that this head lacks, logit_scale other logits than the target's LM head gives.
+    for name in ("n_predict", "num_lookahead_tokens", "draft_vocab_size", "add_para_norm", "logit_scale",
+                 "truncated_vocab_size", "eagle_config", "speculators_config", "quantization_config"):  # fmt: skip
+        assert not hasattr(config, name), name
+
+
+def vllm_forward(config: dict[str, Any], weights: dict[str, Tensor], embeds: Tensor, hidden: Tensor) -> Tensor:
+    """``llama_eagle.LlamaModel.forward`` in float32: ``embeds``, ``hidden [n, H]`` at positions from 0 -> ``[n, H]``."""
+    heads, groups, dim = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    n, layer = len(embeds), "layers.0."
+    residual = nn.functional.linear(torch.cat((embeds, hidden), -1), weights["fc.weight"])  # no norm before the layer
+    bias = weights.get(layer + "self_attn.qkv_proj.bias")
+    qkv = nn.functional.linear(residual, weights[layer + "self_attn.qkv_proj.weight"], bias)
+    queries, keys, values = (
+        part.view(n, -1, dim).transpose(0, 1) for part in qkv.split([heads * dim, groups * dim, groups * dim], -1)
+    )
+    angles = torch.outer(torch.arange(n), config["rope_theta"] ** (-torch.arange(0, dim, 2) / dim)).repeat(1, 2)
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)  # neox style
+        return x * angles.cos() + torch.cat((-second, first), -1) * angles.sin()
+
+    keys, values = (x.repeat_interleave(heads // groups, 0) for x in (rotated(keys), values))
+    attended = nn.functional.scaled_dot_product_attention(rotated(queries), keys, values, is_causal=True)
+    joined = attended.transpose(0, 1).reshape(n, heads * dim)
+    residual = residual + nn.functional.linear(joined, weights[layer + "self_attn.o_proj.weight"])
+    scale = residual.pow(2).mean(-1, keepdim=True).add(config["rms_norm_eps"]).rsqrt()
+    normed = residual * scale * weights[layer + "post_attention_layernorm.weight"]
+    gate, up = nn.functional.linear(normed, weights[layer + "mlp.gate_up_proj.weight"]).chunk(2, -1)
+    return residual + nn.functional.linear(nn.functional.silu(gate) * up, weights[layer + "mlp.down_proj.weight"])
+
+
+class Chain(EagleDrafter):
+    """Notes what it saw and drafted at each step."""
+
+    def reset(self, capacity: int) -> None:
+        super().reset(capacity)
+        self.ids: list[int] = []
+        self.features: list[Tensor] = []
+        self.steps: list[tuple[int, int, list[int]]] = []  # tokens committed so far, root, drafts
+
+    def observe(self, token_ids: Any, hidden: Tensor | None) -> None:
+        assert hidden is not None
+        self.ids += token_ids
+        self.features += list(hidden)
+        super().observe(token_ids, hidden)
+
+    def propose(self, root: int, max_depth: int, max_nodes: int) -> Proposal:
+        proposal = super().propose(root, max_depth, max_nodes)
+        self.steps.append((len(self.ids), root, proposal.expanded.token_ids[1:].tolist()))
+        return proposal
+
+
+@pytest.mark.parametrize("name", ["attention bias, GQA", "every head its own keys"])
+def test_vllm_drafts_the_chain_of_top_k_1(name: str, tmp_path: Path) -> None:
+    """So ``eval --top-k 1`` tells the acceptance length to expect there: ``EagleProposer.propose`` on the file's tensors."""
+    head, model = HEADS[name](), tiny_model()
+    write_layout(head, tmp_path / "out", "vllm")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    weights = vllm_load(config, load_file(tmp_path / "out/model.safetensors"))
+    target = Target(model)
+    drafter = Chain(head, target, TreeSettings("dynamic", 4, 1, 4))
+    prompt = [5, 9, 41, 33, 8, 20]
+    list(generate(target, drafter, prompt, sampling=SamplingParams(), stops=Stops(24)))
+    drafts = set()
+    with torch.inference_mode():
+        for length, root, drafted in drafter.steps:
+            tokens, hidden = [*drafter.ids[1:length], root], torch.stack(drafter.features[:length])
+            for token in drafted:
+                embeds = model.get_input_embeddings()(torch.tensor(tokens))  # the target's, as is lm_head
+                output = vllm_forward(config, weights, embeds, hidden)
+                assert int(model.lm_head(output[-1]).argmax()) == token
+                tokens, hidden = [*tokens, token], torch.cat((hidden, output[-1:]))
+            drafts.add(tuple(drafted))
+    assert len(drafts) > 3
 
 
 def test_vllm_has_no_place_for_a_bias_of_fc(tmp_path: Path) -> None:

@@ -160,14 +160,20 @@ def two_tokens(
     return counts
 
 
-def chi_square(counts: Tensor, sampling: SamplingParams) -> tuple[float, int]:
-    """Statistic against the exact distribution of two tokens, and its degrees of freedom."""
+def chi_square(counts: Tensor, sampling: SamplingParams, least: float = 0) -> tuple[float, int]:
+    """Statistic against the exact distribution of two tokens, and its degrees of freedom.
+
+    Pairs that are expected fewer than ``least`` times count as one.
+    """
     first = target_probs(LOGITS[()], sampling)
     expected = (
         torch.cat([first[t] * target_probs(LOGITS[(t,)], sampling) for t in range(VOCAB)]).double() * counts.sum()
     )
+    assert float(counts[expected == 0].sum()) == 0, "a token came out that the filters exclude"
+    rare = expected < least
+    expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
+    counts = torch.cat((counts[~rare], counts[rare].sum()[None]))
     possible = expected > 0
-    assert float(counts[~possible].sum()) == 0, "a token came out that the filters exclude"
     return float(((counts - expected) ** 2 / expected)[possible].sum()), int(possible.sum()) - 1
 
 
