@@ -317,6 +317,17 @@ class Lean:
             room = rounded(capacity, Paths.STEP) + MOST_ROWS if self.invariant else capacity
             self._kv = torch.zeros(len(w.layers), 2, w.kv_heads, room, w.head_dim, dtype=w.dtype)
 
+    def reserve(self, capacity: int) -> None:
+        """Make room for ``capacity`` rows where there is less; the committed ones stay."""
+        if self.capacity < capacity:
+            length, before = self.length, self._kv
+            self.reset(capacity)
+            self._kv[..., :length, :] = before[..., :length, :]
+            self.length = length
+
+    def truncate(self, length: int) -> None:
+        self.length = length
+
     def keep(self, rows: Sequence[int]) -> None:
         """Move the given rows of the last pass to the end of the prefix, in all layers at once."""
         end = self.length + len(rows)
