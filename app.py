@@ -291,7 +291,6 @@ class Own(NamedTuple):
 class Chat(NamedTuple):
     """A visitor's conversation as plain data; the caches that make it quick are kept elsewhere, and can be made anew."""
 
-    system: str = ""
     saved: dict[str, Any] | None = None  # `eagle2.chat.Conversation.saved`; None: nothing was said yet
     messages: tuple[chat.Message, ...] = ()
     traces: tuple[str, ...] = ()  # where each message's recording is kept; "" for questions
@@ -308,6 +307,16 @@ def checked_turn(state: Chat, text: str | None, system: str | None, values: dict
     if len(state.messages) >= 2 * MAX_TURNS:
         raise ValueError(f"This conversation has {MAX_TURNS} questions, which is the limit; clear it to begin another.")
     return checked(text, values)
+
+
+def answer_of(reply: Any, *, ended: bool = False, trees: bool = False) -> chat.Message:
+    """What the page shows of an `eagle2.chat.Reply`."""
+    progress = reply.progress
+    return chat.answer(
+        progress.pieces, progress.origins, tau=progress.tau, tokens_per_second=progress.tokens_per_second,
+        reused=reply.turn.reused, prompt_tokens=len(reply.turn.prompt_ids),
+        finish_reason=progress.finish_reason or ("stopped" if ended else None), trees=trees,
+    )  # fmt: skip
 
 
 class Link(NamedTuple):
@@ -652,7 +661,7 @@ class Actions:
                     for reply in replies:
                         began = time.monotonic()
                         if began - shown >= pause:
-                            live = chat.message([*messages, answer_of(reply)], start=len(messages) - 1, busy=True)
+                            live = chat.message([*messages, answer_of(reply)], start=len(messages), busy=True)
                             yield player.to_json(live), *rest
                             shown = told_at = time.monotonic()
                             pause = max(1 / PAYLOADS_PER_SECOND, 7 * (shown - began))
@@ -662,7 +671,7 @@ class Actions:
             finally:  # however it ended, the conversation stands as far as it came
                 self.chats.put(session, conversation)
                 if reply is not None:
-                    state = self.with_answer(state, conversation, messages, reply, system)
+                    state = self.with_answer(state, conversation, messages, reply)
             yield self.chatted(state)
         except GeneratorExit:
             self._cut_short[session] = state  # `chat_stopped` fetches it
@@ -686,14 +695,11 @@ class Actions:
         engine = self.host.engine
         return self.chats.take(session, engine, state.saved or Conversation(engine, system or "").saved)
 
-    def with_answer(
-        self, state: Chat, conversation: Any, messages: Sequence[chat.Message], reply: Any, system: str | None
-    ) -> Chat:
+    def with_answer(self, state: Chat, conversation: Any, messages: Sequence[chat.Message], reply: Any) -> Chat:
         """The conversation as plain data, after an answer; its recording is kept for a while."""
         path = save_trace(self.files, reply.trace()) if reply.progress.target_passes else ""
         answer = answer_of(reply, ended=True, trees=bool(path))
-        said = (*messages, answer)
-        return Chat(system or "", conversation.saved, said, (*state.traces, "", path))
+        return Chat(conversation.saved, (*messages, answer), (*state.traces, "", path))
 
     def chatted(self, state: Chat, note: str = "", level: str = "info", text: str | None = None) -> Sequence[Any]:
         """Outputs for a conversation at rest; ``text`` goes back into the field where it was not answered."""
@@ -734,7 +740,15 @@ class Actions:
             return player.to_json(told), *[gr.skip()] * 6
         own = Own(path, gallery.card(YOUR_RUN, "Your run", trace))
         told = player.to_json(player.payload(trace, "An answer of your conversation."))
-        return gr.skip(), told, kept_file(path), self.row(YOUR_RUN, own, own_file), YOUR_RUN, own, gr.Tabs(selected=STEPS)
+        return (
+            gr.skip(),
+            told,
+            kept_file(path),
+            self.row(YOUR_RUN, own, own_file),
+            YOUR_RUN,
+            own,
+            gr.Tabs(selected=STEPS),
+        )
 
     def tick(self) -> Sequence[Any]:
         if time.monotonic() >= self._answered + PAINT_SECONDS:
