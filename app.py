@@ -97,8 +97,8 @@ TEST_IDS = {
 PAGE = """
 <style>
 .gradio-container { max-width: 1400px !important; margin: 0 auto !important; }
-#about .html-container, #theatre .html-container, #status .html-container, #gallery .html-container { padding: 0; }
-#theatre, #status, #gallery { overflow: visible !important; }
+#about .html-container, #theatre .html-container, #status .html-container, #gallery .html-container, #chat .html-container { padding: 0; }
+#theatre, #status, #gallery, #chat { overflow: visible !important; }
 /* What people came for lies below all this: it takes as little room as it can. */
 .gradio-container .main { padding-top: 10px !important; } .gradio-container .main > .wrap > .column, .gradio-container .column { gap: 10px; }
 @media (min-width: 900px) { #top .e2.status { text-align: right; padding-top: 10px; } }
@@ -932,7 +932,7 @@ def chat_widgets() -> ChatWidgets:
         message = gr.Textbox(
             label="Message", lines=1, max_lines=8, max_length=MAX_PROMPT, elem_id="chat-message", scale=6, min_width=300
         )
-        with gr.Column(scale=1, min_width=230), gr.Row():
+        with gr.Column(scale=2, min_width=290), gr.Row():
             send = gr.Button("Send", variant="primary", elem_id="chat-send", min_width=70)
             stop = gr.Button("Stop", elem_id="chat-stop", interactive=False, min_width=70)
             clear = gr.Button("Clear", elem_id="chat-clear", min_width=70)

@@ -98,14 +98,51 @@ def test_a_sequence_that_is_cut_and_goes_on_equals_a_new_one(forward: str, kind:
                 step.proposal.expanded.log_value, other.proposal.expanded.log_value, rtol=1e-3, atol=1e-4
             )
 
-    prompt = [5, 6, 7, 8]
-    for back in (1, 2, 7):  # 7: rows that the head has in its cache
+    for back in (1, 7):  # 7: rows that the head has in its cache
         target, drafter = lane()
+        prompt = text(220)
         first = decode(target, drafter, prompt, 16)
         ids = [*prompt, first[0].token, *(token for step in first[1:] for token in step.emitted)]
         reused = len(ids) - back
-        longer = [*ids[: reused + 1], *(3 + i * i % 90 for i in range(300))]  # two chunks, more than there was room for
+        longer = [*ids[: reused + 1], *text(60, 5)]  # more than there was room for
         same(decode(target, drafter, longer, 12, reused), decode(*lane(), longer, 12))
+
+
+def text(count: int, start: int = 0) -> list[int]:
+    return [3 + (start + i) ** 2 % 90 for i in range(count)]
+
+
+@pytest.mark.parametrize("kind", [EagleDrafter, DeviceEagleDrafter])
+@pytest.mark.parametrize("kept", [235, 240, 243, 246])  # fed to the head: 240 of 246
+def test_a_drafter_that_resumes_drafts_as_a_new_one(kind: Any, kept: int) -> None:
+    """Cut within what the head has seen, within what waits for it, and not at all; then past the room it had."""
+    model = tiny_model(3, max_position_embeddings=512)
+    target, head = Target(model, lean=False), tiny_head(model)
+    before = text(247)
+    longer = [*before[: kept + 1], *text(40, 7)]
+    trees = []
+    for resumed in (True, False):
+        drafter = kind(head, target, TreeSettings("dynamic", 3, 4, 9))
+        hidden = target.prefill(longer, 512).hidden
+        new = slice(0, None)
+        if resumed:
+            old = target.prefill(before, 512).hidden
+            drafter.reset(247)
+            drafter.observe(before[:240], old[:240])
+            drafter.propose(before[240], 3, 9)
+            drafter.observe(before[240:242], old[240:242])
+            drafter.observe(before[242:246], old[242:246])
+            drafter.resume(kept, 320)
+            new = slice(kept, None)
+        else:
+            drafter.reset(320)
+        drafter.observe(longer[new], hidden[new])
+        trees.append(drafter.propose(5, 3, 9).expanded)
+    assert torch.equal(trees[0].token_ids, trees[1].token_ids)
+    torch.testing.assert_close(trees[0].log_value, trees[1].log_value, rtol=1e-4, atol=1e-5)
+    if kept == 246:
+        with pytest.raises(ValueError, match="has not seen 999 tokens"):
+            drafter.resume(999, 999)
 
 
 def test_only_new_rows_are_computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

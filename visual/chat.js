@@ -18,7 +18,7 @@
   }
 
   function mount(element, choose) {
-    var list = el("ol", "e2-chat");
+    var list = el("div", "e2-chat");
     list.dataset.testid = "chat";
     list.tabIndex = 0; // it scrolls
     list.setAttribute("role", "log");
@@ -35,8 +35,8 @@
     element.append(list, note, legend);
     var shown = []; // {message, node, said} of each message on the page
 
-    function make(message, index) {
-      var node = el("li");
+    function make(message) {
+      var node = el("div", "e2-chat-message");
       node.dataset.role = message.role;
       node.append(el("div", "e2-chat-who", message.role === "user" ? "You" : "Model"));
       var said = el("div", "e2-said");
@@ -77,10 +77,10 @@
         var index = state.start + i;
         var part = shown[index];
         if (part && part.message.role !== message.role) { shown.splice(index).forEach(function (old) { old.node.remove(); }); part = null; }
-        if (!part) part = shown[index] = make(message, index);
+        if (!part) part = shown[index] = make(message);
         if (JSON.stringify(part.message) !== JSON.stringify(message)) fill(part, message, index);
       });
-      if (!shown.length && !list.firstChild) list.append(el("li", "e2-chat-empty", EMPTY));
+      if (!shown.length && !list.firstChild) list.append(el("p", "e2-chat-empty", EMPTY));
       list.setAttribute("aria-busy", String(state.busy)); // read out once it is whole
       note.textContent = state.note;
       note.dataset.level = state.level;
