@@ -88,7 +88,8 @@ def test_a_sequence_that_is_cut_and_goes_on_equals_a_new_one(forward: str, kind:
 
     def decode(target: Target, drafter: Any, ids: list[int], count: int, reused: int = 0) -> list[Any]:
         stops = Stops(count)
-        return list(generate(target, drafter, ids, sampling=SamplingParams(), stops=stops, reused=reused))
+        sampling = SamplingParams()
+        return list(generate(target, drafter, ids, sampling=sampling, stops=stops, max_nodes=9, reused=reused))
 
     def same(steps: list[Any], others: list[Any]) -> None:
         assert [step.emitted for step in steps[1:]] == [step.emitted for step in others[1:]]
