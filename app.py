@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +24,14 @@ import gradio as gr
 
 from eagle2.gallery import FOLDER, GalleryError, Recording, read_gallery
 from eagle2.trace import Trace, TraceError
-from visual import compare, gallery, player
+from visual import chat, compare, gallery, player
 from visual.tree import PHASES
 
 log = logging.getLogger("eagle2.app")
 
 MAX_PROMPT = 2000
+MAX_SYSTEM = 1000  # characters of a system prompt
+MAX_TURNS = 20  # questions of one conversation
 # name: what a person calls it, lowest, highest, whole numbers only
 LIMITS = {
     "max_new_tokens": ("max new tokens", 1, 512, True),
@@ -42,6 +45,7 @@ LIMITS = {
 AUTOMATIC, BY_HAND = "automatic", "by hand"  # who sizes the tree
 HAND_SIZES = {"depth": 3, "total_tokens": 5}  # what the sliders show where a run says nothing of them
 YOUR_RUN, YOUR_FILE = "your-run", "your-file"
+STEPS = "steps"  # id of the player's tab
 RACING = "-"  # what is on screen while a race goes on; no run has this id
 PAINT_SECONDS = 3.0  # what a page takes to be drawn; loading the model would slow it down on the same machine
 LOAD_AFTER_SECONDS = 15.0  # the model's loading waits for the first page view, but not for ever
@@ -86,13 +90,15 @@ TEST_IDS = {
     "tree-size": "#tree-size",
     "compare-run": "button#compare-run",
     "compare-stop": "button#compare-stop",
+    **{f"chat-{name}": f"button#chat-{name}" for name in ("send", "stop", "clear")},
+    **{f"chat-{name}": f"#chat-{name} textarea" for name in ("message", "system")},
     **{name.replace("_", "-"): f"#{name.replace('_', '-')} input[type=number]" for name in LIMITS},
 }
 PAGE = """
 <style>
 .gradio-container { max-width: 1400px !important; margin: 0 auto !important; }
-#about .html-container, #theatre .html-container, #status .html-container, #gallery .html-container { padding: 0; }
-#theatre, #status, #gallery { overflow: visible !important; }
+#about .html-container, #theatre .html-container, #status .html-container, #gallery .html-container, #chat .html-container { padding: 0; }
+#theatre, #status, #gallery, #chat { overflow: visible !important; }
 /* What people came for lies below all this: it takes as little room as it can. */
 .gradio-container .main { padding-top: 10px !important; } .gradio-container .main > .wrap > .column, .gradio-container .column { gap: 10px; }
 @media (min-width: 900px) { #top .e2.status { text-align: right; padding-top: 10px; } }
@@ -261,9 +267,9 @@ def kept_file(path: str | Path) -> gr.DownloadButton:
     return gr.DownloadButton(value=str(path), visible=True)
 
 
-def load_kept(own: Own) -> Trace:
+def load_kept(path: Path) -> Trace:
     try:
-        return Trace.load(own.path)
+        return Trace.load(path)
     except TraceError as error:
         raise TraceError("this run is no longer kept here; run it or open it again") from error
 
@@ -280,6 +286,37 @@ class Own(NamedTuple):
 
     path: str
     card: gallery.Card
+
+
+class Chat(NamedTuple):
+    """A visitor's conversation as plain data; the caches that make it quick are kept elsewhere, and can be made anew."""
+
+    saved: dict[str, Any] | None = None  # `eagle2.chat.Conversation.saved`; None: nothing was said yet
+    messages: tuple[chat.Message, ...] = ()
+    traces: tuple[str, ...] = ()  # where each message's recording is kept; "" for questions
+
+
+def checked_turn(state: Chat, text: str | None, system: str | None, values: dict[str, Any]) -> dict[str, Any]:
+    """`checked` for the next message of a conversation."""
+    if not text or not text.strip():
+        raise ValueError("Write a message first.")
+    if len(text) > MAX_PROMPT:
+        raise ValueError(f"The message has {len(text)} characters; the limit is {MAX_PROMPT:,}.")
+    if len(system or "") > MAX_SYSTEM:
+        raise ValueError(f"The system prompt has {len(system or '')} characters; the limit is {MAX_SYSTEM:,}.")
+    if len(state.messages) >= 2 * MAX_TURNS:
+        raise ValueError(f"This conversation has {MAX_TURNS} questions, which is the limit; clear it to begin another.")
+    return checked(text, values)
+
+
+def answer_of(reply: Any, *, ended: bool = False, trees: bool = False) -> chat.Message:
+    """What the page shows of an `eagle2.chat.Reply`."""
+    progress = reply.progress
+    return chat.answer(
+        progress.pieces, progress.origins, tau=progress.tau, tokens_per_second=progress.tokens_per_second,
+        reused=reply.turn.reused, prompt_tokens=len(reply.turn.prompt_ids),
+        finish_reason=progress.finish_reason or ("stopped" if ended else None), trees=trees,
+    )  # fmt: skip
 
 
 class Link(NamedTuple):
@@ -350,6 +387,8 @@ class Actions:
         atexit.register(shutil.rmtree, self.files, ignore_errors=True)
         self._running: set[str | None] = set()  # sessions whose run is under way
         self._stopped: OrderedDict[str | None, Trace] = OrderedDict()  # a stopped run, until its own session fetches it
+        self._answering: set[str | None] = set()  # sessions whose chat answer is under way
+        self._cut_short: OrderedDict[str | None, Chat] = OrderedDict()  # as `_stopped`, of conversations
 
     def row(self, current: str, *own: Own | None, busy: bool = False) -> str:
         """The gallery's state for one visitor."""
@@ -386,7 +425,8 @@ class Actions:
         own = {YOUR_RUN: own_run, YOUR_FILE: own_file}.get(run_id)
         try:
             if own is not None:
-                trace, path = load_kept(own), Path(own.path)
+                path = Path(own.path)
+                trace = load_kept(path)
                 told = player.to_json(player.payload(trace, play=True))
             elif run_id in self.recordings:
                 recording = self.recordings[run_id]
@@ -587,6 +627,129 @@ class Actions:
             log.exception("comparison failed")
             yield nothing, told("Something went wrong in this run; the log has the details.", "failed"), *idle
 
+    @cached_property
+    def chats(self) -> Any:
+        """The conversations whose caches are kept, by session."""
+        from eagle2.chat import Conversations  # torch: only once an answer needs it
+
+        return Conversations()
+
+    def chat(
+        self, request: gr.Request, state: Chat | None, text: str, system: str, *form: Any
+    ) -> Iterator[Sequence[Any]]:
+        """Answer one message of a conversation, and show the answer as it comes."""
+        session, nothing = request.session_hash, gr.skip()
+        state = state or Chat()
+        before = len(state.messages)
+        self._answering.add(session)
+        try:
+            values = checked_turn(state, text, system, dict(zip(FORM, form)))
+            chosen = self.settings(**sized(values))
+            messages = [*state.messages, chat.question(text)]
+            rest = [nothing] * 6
+            off, on = gr.Button(interactive=False), gr.Button(interactive=True)
+            fixed = gr.Textbox(interactive=False)  # it stands before all that is said
+            told = player.to_json(chat.message(messages, note="Starting …", busy=True))
+            yield told, nothing, gr.Textbox(value=""), fixed, off, on, off
+            for status in ready_engine(self.host):
+                note = f"{status.text.rstrip(' .…')}; the answer starts as soon as it is ready."
+                yield player.to_json(chat.message(messages, note=note, busy=True)), *rest
+            conversation, reply = self.conversation(session, state, system), None
+            shown, told_at, pause = 0.0, 0.0, 0.0
+            try:
+                with closing(conversation.follow(text, chosen)) as replies:
+                    for reply in replies:
+                        began = time.monotonic()
+                        if began - shown >= pause:
+                            live = chat.message([*messages, answer_of(reply)], start=len(messages), busy=True)
+                            yield player.to_json(live), *rest
+                            shown = told_at = time.monotonic()
+                            pause = max(1 / PAYLOADS_PER_SECOND, 7 * (shown - began))
+                        elif began - told_at >= YIELD_SECONDS:
+                            told_at = began
+                            yield nothing, *rest
+            finally:  # however it ended, the conversation stands as far as it came
+                self.chats.put(session, conversation)
+                if reply is not None:
+                    state = self.with_answer(state, conversation, messages, reply)
+            yield self.chatted(state)
+        except GeneratorExit:
+            self._cut_short[session] = state  # `chat_stopped` fetches it
+            while len(self._cut_short) > MAX_STOPPED:
+                self._cut_short.popitem(last=False)
+            raise
+        except USER_ERRORS as error:
+            log.warning("message refused: %s", error)
+            back = text if len(state.messages) == before else None
+            yield self.chatted(state, sentence(error), "error", back)
+        except Exception:
+            log.exception("answer failed")
+            yield self.chatted(state, "Something went wrong in this answer; the log has the details.", "error")
+        finally:
+            self._answering.discard(session)
+
+    def conversation(self, session: str | None, state: Chat, system: str | None) -> Any:
+        """The visitor's own conversation, with its caches where they are still kept."""
+        from eagle2.chat import Conversation
+
+        engine = self.host.engine
+        return self.chats.take(session, engine, state.saved or Conversation(engine, system or "").saved)
+
+    def with_answer(self, state: Chat, conversation: Any, messages: Sequence[chat.Message], reply: Any) -> Chat:
+        """The conversation as plain data, after an answer; its recording is kept for a while."""
+        path = save_trace(self.files, reply.trace()) if reply.progress.target_passes else ""
+        answer = answer_of(reply, ended=True, trees=bool(path))
+        return Chat(conversation.saved, (*messages, answer), (*state.traces, "", path))
+
+    def chatted(self, state: Chat, note: str = "", level: str = "info", text: str | None = None) -> Sequence[Any]:
+        """Outputs for a conversation at rest; ``text`` goes back into the field where it was not answered."""
+        idle = (gr.Button(interactive=True), gr.Button(interactive=False), gr.Button(interactive=True))
+        told = player.to_json(chat.message(state.messages, note=note, level=level))
+        system = gr.Textbox(interactive=not state.messages)
+        return told, state, gr.skip() if text is None else gr.Textbox(value=text), system, *idle
+
+    def chat_stopped(self, request: gr.Request, state: Chat | None) -> Sequence[Any]:
+        """After Stop: the answer as far as it came, once the step under way is over."""
+        deadline = time.monotonic() + STOP_SECONDS
+        while request.session_hash in self._answering and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.chatted(self._cut_short.pop(request.session_hash, None) or state or Chat(), "Stopped.")
+
+    def chat_cleared(self, request: gr.Request) -> Sequence[Any]:
+        """Begin anew."""
+        self.chat_left(request)
+        return self.chatted(Chat())
+
+    def chat_left(self, request: gr.Request) -> None:
+        """Forget the caches of a visitor who has gone or begins anew."""
+        if "chats" in vars(self):
+            self.chats.drop(request.session_hash)
+
+    def chat_trees(self, event: gr.EventData, state: Chat | None, own_file: Own | None) -> Sequence[Any]:
+        """Open an answer's recording in the player, as the visitor's own run."""
+        number = event._data.get("answer") if isinstance(event._data, dict) else None
+        state = state or Chat()
+        known = isinstance(number, int) and 0 <= number < len(state.traces)  # anybody can send anything
+        path = state.traces[number] if known else ""
+        try:
+            trace = load_kept(Path(path)) if path else None
+            if trace is None:
+                raise TraceError("there is no such answer here")
+        except TraceError as error:
+            told = chat.message(state.messages, note=sentence(error), level="error")
+            return player.to_json(told), *[gr.skip()] * 6
+        own = Own(path, gallery.card(YOUR_RUN, "Your run", trace))
+        told = player.to_json(player.payload(trace, "An answer of your conversation."))
+        return (
+            gr.skip(),
+            told,
+            kept_file(path),
+            self.row(YOUR_RUN, own, own_file),
+            YOUR_RUN,
+            own,
+            gr.Tabs(selected=STEPS),
+        )
+
     def tick(self) -> Sequence[Any]:
         if time.monotonic() >= self._answered + PAINT_SECONDS:
             self.host.start()
@@ -659,8 +822,8 @@ def build(actions: Actions) -> gr.Blocks:
                     1, 128, begin.get("total_tokens", HAND_SIZES["total_tokens"]), step=1, label="total_tokens",
                     info="nodes kept for the target", elem_id="total-tokens", visible=shown,
                 )  # fmt: skip
-        with gr.Tabs(elem_id="views"):
-            with gr.Tab("Step by step"):
+        with gr.Tabs(elem_id="views") as views:
+            with gr.Tab("Step by step", id=STEPS):
                 theatre = gr.HTML(
                     value=actions.shown(first) if first else None,
                     html_template=player.HTML_TEMPLATE,
@@ -694,6 +857,8 @@ def build(actions: Actions) -> gr.Blocks:
                     html_template=compare.HTML_TEMPLATE, js_on_load=compare.JS_ON_LOAD, apply_default_css=False,
                     elem_id="both",
                 )  # fmt: skip
+            with gr.Tab("Chat"):
+                talk = chat_widgets()
         own_run, own_file, current = gr.State(), gr.State(), gr.State(first.entry.id if first else "")
 
         form = [prompt, max_new_tokens, temperature, top_p, seed, tree, depth, top_k, total_tokens, size]
@@ -734,12 +899,65 @@ def build(actions: Actions) -> gr.Blocks:
             lambda: (COMPARE_STOPPED, gr.Button(interactive=True), gr.Button(interactive=False)),
             None, [compare_status, compare_button, compare_stop], queue=False, **quiet,
         )  # fmt: skip
+        chat_events(actions, talk, form[1:], [theatre, download, row, current, own_run, views], own_file)
+        demo.unload(actions.chat_left)
         timer = gr.Timer(1.0)
         for event in (timer.tick, demo.load):
             event(actions.tick, None, [status, timer], queue=False, **quiet)
         gr.api(actions.race, api_name="race", concurrency_limit=1, concurrency_id="device")
     demo.queue(max_size=20)
     return demo
+
+
+class ChatWidgets(NamedTuple):
+    """The chat's part of the page."""
+
+    view: gr.HTML
+    state: gr.State
+    message: gr.Textbox
+    system: gr.Textbox
+    send: gr.Button
+    stop: gr.Button
+    clear: gr.Button
+
+
+def chat_widgets() -> ChatWidgets:
+    """The conversation, the field below it, its buttons, the system prompt."""
+    # Not gr.Chatbot: it takes messages for Markdown and HTML, and has no place for where each token comes from.
+    view = gr.HTML(
+        value=player.to_json(chat.message(())), html_template=chat.HTML_TEMPLATE, js_on_load=chat.JS_ON_LOAD,
+        apply_default_css=False, elem_id="chat",
+    )  # fmt: skip
+    with gr.Row(equal_height=False):
+        message = gr.Textbox(
+            label="Message", lines=1, max_lines=8, max_length=MAX_PROMPT, elem_id="chat-message", scale=6, min_width=300
+        )
+        with gr.Column(scale=2, min_width=290), gr.Row():
+            send = gr.Button("Send", variant="primary", elem_id="chat-send", min_width=70)
+            stop = gr.Button("Stop", elem_id="chat-stop", interactive=False, min_width=70)
+            clear = gr.Button("Clear", elem_id="chat-clear", min_width=70)
+    system = gr.Textbox(
+        label="System prompt", lines=1, max_lines=4, max_length=MAX_SYSTEM, elem_id="chat-system",
+        info="stands before all messages; clear the conversation to change it. Answers follow the settings above.",
+    )  # fmt: skip
+    return ChatWidgets(view, gr.State(), message, system, send, stop, clear)
+
+
+def chat_events(
+    actions: Actions, talk: ChatWidgets, form: Sequence[Any], opening: Sequence[Any], own_file: gr.State
+) -> None:
+    """Answers wait in the same line as races; ``opening`` is what an answer's trees are shown in."""
+    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+    outputs = [talk.view, talk.state, talk.message, talk.system, talk.send, talk.stop, talk.clear]
+    answering = gr.on(
+        [talk.send.click, talk.message.submit], actions.chat, [talk.state, talk.message, talk.system, *form], outputs,
+        concurrency_limit=1, concurrency_id="device", trigger_mode="once", **quiet,
+    )  # fmt: skip
+    # One after the other: the page would send the cancellation only once a first handler had answered.
+    cancelled = talk.stop.click(None, cancels=[answering], queue=False, api_visibility="private")
+    cancelled.then(actions.chat_stopped, talk.state, outputs, queue=False, **quiet)
+    talk.clear.click(actions.chat_cleared, None, outputs, queue=False, **quiet)
+    talk.view.click(actions.chat_trees, [talk.state, own_file], [talk.view, *opening], queue=False, **quiet)
 
 
 FORM = ("max_new_tokens", "temperature", "top_p", "seed", "tree", "depth", "top_k", "total_tokens", "size")
@@ -766,7 +984,7 @@ def launch_options() -> dict[str, Any]:
             body_text_color_subdued="*neutral_600",
             body_text_color_subdued_dark="*neutral_400",
         ),
-        "head": head + gallery.head() + PAGE % player.to_json(TEST_IDS),
+        "head": head + gallery.head() + chat.head() + PAGE % player.to_json(TEST_IDS),
         "footer_links": ["api", "gradio", "settings"],
         "max_file_size": MAX_UPLOAD,
     }

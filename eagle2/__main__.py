@@ -1,4 +1,4 @@
-"""Command line: ``python -m eagle2 generate|race|trace|gallery|models|eval|bench|train|export``."""
+"""Command line: ``python -m eagle2 generate|chat|race|trace|gallery|models|eval|bench|train|export``."""
 
 from __future__ import annotations
 
@@ -7,23 +7,29 @@ import dataclasses
 import functools
 import json
 import os
+import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .models import DEFAULT_PRESET, ModelError
 
 if TYPE_CHECKING:
+    from .chat import Conversation, Turn
     from .cost import Size
     from .engine import Engine, Settings
+    from .generate import Prefill, Step
+    from .race import LaneProgress, RunRecorder
 
 # torch and transformers are imported by the commands that need them: --help and usage errors answer at once.
 
 EPILOG = """\
 examples:
   python -m eagle2 generate "Write a haiku about rain."
+  python -m eagle2 chat --system "Answer in one sentence."
   python -m eagle2 race "10+2=" --max-new-tokens 64
   python -m eagle2 race "Tell me a story." --depth 6 --top-k 10 --total-tokens 59    (the paper's tree)
   python -m eagle2 trace "10+2=" -o run.json.gz
@@ -56,6 +62,15 @@ TRAIN_OPTIONS: tuple[tuple[str, str, type, str], ...] = (
     ("--seed", "seed", int, "of text and training"),
 )
 
+CHAT_HELP = """\
+A conversation, streamed as generate does. What was said before is neither computed nor tokenised again.
+
+Each line is a message; on a terminal Ctrl-C stops an answer and keeps what came, Ctrl-D ends. Lines that begin with "/":
+  /reset          forget the conversation
+  /system TEXT    forget it and begin anew under this system prompt; without TEXT: under none
+Lines from a pipe are turns of one conversation. --json prints one object per turn. A model without a chat template is
+asked as "User: ..." and answers as "Assistant: ...".
+"""
 STYLES = {"drafted": "\x1b[34;4m", "plain": "", "prefill": "\x1b[33m", "bonus": "\x1b[33m", "correction": "\x1b[33m"}
 RESET = "\x1b[0m"
 
@@ -120,6 +135,12 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("generate", "Stream text, coloured by origin: drafted and accepted, or the target's own.",
                   prompt, models, runs, output)  # fmt: skip
+    sub.add_argument("--no-draft", action="store_true", help="plain autoregressive decoding")
+    sub.add_argument("--color", choices=("auto", "always", "never"), default="auto")
+    sub = command("chat", "A conversation: streams answers as generate does; what was said before is not computed again.",
+                  models, runs, output)  # fmt: skip
+    sub.description = CHAT_HELP
+    sub.add_argument("--system", default="", metavar="TEXT", help="system prompt, where the model's template takes one")
     sub.add_argument("--no-draft", action="store_true", help="plain autoregressive decoding")
     sub.add_argument("--color", choices=("auto", "always", "never"), default="auto")
     command("race", "EAGLE-2 against autoregressive decoding, each on its own clock.", prompt, models, runs, output)
@@ -234,17 +255,7 @@ def _generate(args: argparse.Namespace) -> None:
 
     ids = engine.encode(prompt)
     recorder = RunRecorder(engine.tokenizer, prompt, ids, settings.sampling, record=False)
-    lane = "autoregressive" if args.no_draft else "eagle2"
-    progress = recorder.lanes[lane]
-    coloured = args.color == "always" or (args.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ)
-    shown = 0
-    for item in engine.run(ids, settings, drafted=not args.no_draft):
-        recorder.add(lane, item)
-        if args.json:
-            continue
-        for piece, origin in list(zip(progress.pieces, progress.origins))[shown:]:
-            print(f"{STYLES[origin]}{piece}{RESET}" if coloured and STYLES[origin] else piece, end="", flush=True)
-        shown = len(progress.pieces)
+    progress = _stream(args, recorder, engine.run(ids, settings, drafted=not args.no_draft))
     if args.json:
         _print_json(
             lane_summary(progress, progress.token_ids, progress.target_passes)
@@ -252,13 +263,121 @@ def _generate(args: argparse.Namespace) -> None:
         )
         return
     print()
-    legend = f"{STYLES['drafted']}drafted{RESET}, {STYLES['bonus']}target's own{RESET}; " if coloured else ""
+    legend = f"{STYLES['drafted']}drafted{RESET}, {STYLES['bonus']}target's own{RESET}; " if _coloured(args) else ""
     print(
         f"{legend}{len(progress.token_ids)} tokens, tau {progress.tau:.2f} tokens per target pass, the target's own included, "
         f"{progress.tokens_per_second:.1f} tokens/s ({_conditions(engine.metadata(settings), drafted=not args.no_draft)}; "
         f"one run, no warm-up), ended by {progress.finish_reason}",
         file=sys.stderr,
     )  # fmt: skip
+
+
+def _coloured(args: argparse.Namespace) -> bool:
+    return args.color == "always" or (args.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+
+
+def _stream(args: argparse.Namespace, recorder: RunRecorder, items: Iterator[Prefill | Step]) -> LaneProgress:
+    """Decode, and print the text as it comes unless JSON is asked for."""
+    lane = "autoregressive" if args.no_draft else "eagle2"
+    progress = recorder.lanes[lane]
+    coloured, shown = _coloured(args), 0
+    for item in items:
+        recorder.add(lane, item)
+        if args.json:
+            continue
+        for piece, origin in list(zip(progress.pieces, progress.origins))[shown:]:
+            print(f"{STYLES[origin]}{piece}{RESET}" if coloured and STYLES[origin] else piece, end="", flush=True)
+        shown = len(progress.pieces)
+    return progress
+
+
+def _chat(args: argparse.Namespace) -> None:
+    settings = _settings(args)
+    engine = _engine(args)
+    from .chat import Conversation
+    from .trace import STOPPED, lane_summary
+
+    if settings.tree_settings.automatic and not args.no_draft:
+        engine.calibrate()  # here and not in the first answer
+    talk, system = Conversation(engine, args.system), args.system
+    typed = sys.stdin.isatty() and not args.json
+    while (line := _line_of_input("> " if typed else "")) is not None:
+        command, _, rest = line.partition(" ")
+        if not line.strip():
+            continue
+        if command in ("/reset", "/system"):
+            system = rest.strip() if command == "/system" else system
+            talk = Conversation(engine, system)
+            continue
+        try:
+            if command.startswith("/") and typed:
+                raise ValueError(f"there is no command {command}; there are /reset and /system")
+            progress, turn = _answer(args, talk, line, settings)
+        except (ValueError, ArithmeticError) as error:
+            if not typed:  # a pipe's next line was meant for another conversation than this one
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            continue
+        reason = progress.finish_reason or STOPPED
+        if args.json:
+            _print_json(
+                lane_summary(progress, progress.token_ids, progress.target_passes)
+                | {"prompt": line, "prompt_tokens": len(turn.prompt_ids), "reused_tokens": turn.reused}
+                | {"finish_reason": reason, "tau": progress.tau, "settings": engine.metadata(settings)}
+            )
+            continue
+        print(flush=True)
+        print(
+            f"{len(progress.token_ids)} tokens, tau {progress.tau:.2f}, {progress.tokens_per_second:.1f} tokens/s, "
+            f"{turn.reused} of {len(turn.prompt_ids)} prompt tokens reused, ended by {reason}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+
+def _line_of_input(prompt: str) -> str | None:
+    """The next line; None at the end.  On a terminal Ctrl-C throws the line away, as in a shell."""
+    while True:
+        try:
+            if prompt:
+                return input(prompt)
+            line = sys.stdin.readline()
+            return line.rstrip("\n") if line else None
+        except EOFError:
+            print()
+            return None
+        except KeyboardInterrupt:
+            if not prompt:
+                raise
+            print()
+
+
+def _answer(args: argparse.Namespace, talk: Conversation, line: str, settings: Settings) -> tuple[LaneProgress, Turn]:
+    """Stream one answer; Ctrl-C ends it after the step under way, a second one at once."""
+    from .race import RunRecorder
+
+    turn = talk.ask(line, settings, drafted=not args.no_draft)
+    recorder = RunRecorder(talk.engine.tokenizer, line, turn.prompt_ids, settings.sampling, record=False)
+    asked = False
+
+    def stop(*_: object) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    def until_asked(items: Iterator[Prefill | Step]) -> Iterator[Prefill | Step]:
+        for item in items:
+            yield item
+            if asked:
+                return
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        with closing(turn.items) as items:  # type: ignore[type-var]
+            progress = _stream(args, recorder, until_asked(items))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return progress, turn
 
 
 def _race(args: argparse.Namespace) -> None:
@@ -523,7 +642,7 @@ def _export(args: argparse.Namespace) -> None:
 
 
 COMMANDS = {
-    "generate": _generate, "race": _race, "trace": _trace, "gallery": _gallery, "models": _models,
+    "generate": _generate, "chat": _chat, "race": _race, "trace": _trace, "gallery": _gallery, "models": _models,
     "eval": _eval, "bench": _bench, "train": _train, "export": _export,
 }  # fmt: skip
 

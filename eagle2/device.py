@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .draft import Proposal
-from .eagle import DraftVocabulary, TreeSettings
+from .eagle import DraftVocabulary, Pending, TreeSettings, resumed
 from .graphs import ROWS, SPARE, Graphs, Shelf, Status, padded
 from .head import EagleHead
 from .lean import ROPE_TYPES
@@ -76,7 +76,7 @@ class DeviceEagleDrafter:
         self._buffers: _Buffers | None = None
         self._give_back: Callable[[], object] | None = None
         self._length = 0  # committed rows of the head's cache
-        self._pending: list[tuple[Sequence[int], Tensor]] = []
+        self._pending: Pending = []
         self._steps = 0
 
     @staticmethod
@@ -109,7 +109,25 @@ class DeviceEagleDrafter:
             self._buffers, self._give_back = self._shelf.take(self, max(capacity, 1), make)
         self._buffers.clear()
         self._length = self._steps = 0
-        self._pending.clear()
+        self._pending = []
+
+    @torch.inference_mode()
+    def resume(self, length: int, capacity: int) -> None:
+        """Go on after the first ``length`` tokens; see `Drafter.resume`."""
+        self._length, self._pending = resumed(self._length, self._pending, length)
+        before, give_back = self._buffers, self._give_back
+        if before is not None and give_back is not None and capacity <= before.capacity:
+            return
+        kept = self._length, self._pending, self._steps
+        self._buffers = self._give_back = None
+        self.reset(capacity)  # new buffers before the old ones are given back
+        self._length, self._pending, self._steps = kept
+        if before is not None and give_back is not None:
+            assert self._buffers is not None
+            rows = slice(before.first, before.first + self._length)  # the tree's are not needed
+            self._buffers.keys[:, :, rows] = before.keys[:, :, rows]
+            self._buffers.values[:, :, rows] = before.values[:, :, rows]
+            give_back()
 
     def observe(self, token_ids: Sequence[int], hidden: Tensor | None) -> None:
         """Newly committed tokens and the target's features of them ``[n, H]``; the head sees them at `propose`."""

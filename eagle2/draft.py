@@ -42,6 +42,12 @@ class Drafter(Protocol):
     def reset(self, capacity: int) -> None:
         """Forget the sequence; at most ``capacity`` tokens will be committed in the next one."""
 
+    def resume(self, length: int, capacity: int) -> None:
+        """Go on with the sequence as it was after its first ``length`` tokens; in all ``capacity`` will be committed.
+
+        The token that comes next must be the one that came next before: a head's rows were computed with it.
+        """
+
     def observe(self, token_ids: Sequence[int], hidden: Tensor | None) -> None:
         """Newly committed tokens and the target's features of them ``[n, H]`` (None unless ``needs_hidden``)."""
 
@@ -58,6 +64,9 @@ class RootOnly:
         self.device = device
 
     def reset(self, capacity: int) -> None:
+        pass
+
+    def resume(self, length: int, capacity: int) -> None:
         pass
 
     def observe(self, token_ids: Sequence[int], hidden: Tensor | None) -> None:

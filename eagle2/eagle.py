@@ -181,7 +181,7 @@ class EagleDrafter:
     def reset(self, capacity: int) -> None:
         """Forget the sequence; the cache takes ``capacity`` committed rows and one tree on top."""
         self._cache = self.head.new_cache(capacity + self._tree_rows())
-        self._pending: list[tuple[Sequence[int], Tensor]] = []
+        self._pending: Pending = []
         self._steps = 0
         if self._lookup is not None:
             self._lookup.reset(capacity)
@@ -192,6 +192,14 @@ class EagleDrafter:
                 self.costs, width=self.top_k, depth=settings.depth, nodes=settings.total_tokens,
                 depth_limit=settings.depth_limit, node_limit=settings.total_limit,
             )  # fmt: skip
+
+    def resume(self, length: int, capacity: int) -> None:
+        """Go on after the first ``length`` tokens; see `Drafter.resume`.  What the planner has learnt stays."""
+        self._cache.drop_rows()
+        self._cache.length, self._pending = resumed(self._cache.length, self._pending, length)
+        self._cache.reserve(capacity + self._tree_rows())
+        if self._lookup is not None:
+            self._lookup.resume(length, capacity)
 
     def _tree_rows(self) -> int:
         if self._shape:
@@ -345,6 +353,22 @@ class EagleDrafter:
         logits = self.vocabulary.logits(outputs)
         check_finite(logits, "draft head", self._steps)
         return logits.log_softmax(-1)
+
+
+Pending = list[tuple[Sequence[int], Tensor]]  # tokens and the target's features of them, which the head has not seen
+
+
+def resumed(fed: int, pending: Pending, length: int) -> tuple[int, Pending]:
+    """What is left of ``fed`` positions in a head's cache and of those that wait, when ``length`` tokens stay."""
+    if not 0 <= length <= fed + sum(len(ids) for ids, _ in pending):
+        raise ValueError(f"the draft head has not seen {length} tokens of this sequence")
+    left: Pending = []
+    room = length - fed
+    for ids, hidden in pending:
+        if room > 0:
+            left.append((ids[:room], hidden[:room]))
+            room -= len(ids)
+    return min(fed, length), left
 
 
 def graft(

@@ -187,6 +187,9 @@ class Engine:
             self.costs = calibrated(key, lambda: calibrate(self.target, self._draft_head, self.vocabulary), force=force)
         return self.costs
 
+    def stops(self, settings: Settings) -> Stops:
+        return Stops(settings.max_new_tokens, self.eos_ids, settings.stop, self.tokenizer.decode)
+
     def drafter(self, settings: Settings, target: Target) -> EagleDrafter | DeviceEagleDrafter:
         tree = settings.tree_settings
         if DeviceEagleDrafter.refusal(self.head, tree) is None:
@@ -202,9 +205,8 @@ class Engine:
         target = self.target.fork()
         drafter: Drafter = self.drafter(settings, target) if drafted else RootOnly(target.device)
         generator = torch.Generator().manual_seed(settings.seed)
-        stops = Stops(settings.max_new_tokens, self.eos_ids, settings.stop, self.tokenizer.decode)
         return generate(
-            target, drafter, prompt_ids, sampling=settings.sampling, stops=stops, generator=generator,
+            target, drafter, prompt_ids, sampling=settings.sampling, stops=self.stops(settings), generator=generator,
             max_nodes=settings.tree_settings.total_limit,
         )  # fmt: skip
 

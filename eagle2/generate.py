@@ -86,9 +86,12 @@ class Step:
 
 def generate(
     target: Target, drafter: Drafter, prompt_ids: Sequence[int], *, sampling: SamplingParams, stops: Stops,
-    generator: torch.Generator | None = None, max_nodes: int = 512,
+    generator: torch.Generator | None = None, max_nodes: int = 512, reused: int = 0,
 ) -> Iterator[Prefill | Step]:  # fmt: skip
     """Decode ``prompt_ids``; yields a `Prefill`, then a `Step` per target pass (EAGLE-2 paper, sections 3 and 4).
+
+    ``reused``: the first so many prompt ids were decoded by this target and this drafter before, and the id after them
+    too where it was (see `Drafter.resume`); only the others are computed.  0: a new sequence.
 
     ``max_nodes`` bounds the drafted nodes of a step.  The output is the prefill's token and all steps' ``emitted``.
     Penalties and bans of the model's generation config are applied in the logits that are yielded (`eagle2.processors`).
@@ -97,14 +100,20 @@ def generate(
     limit = target.max_length
     rows = min(len(prompt_ids) + stops.max_new_tokens, limit)
     clock = _Clock(target.device)
-    drafter.reset(rows)
     processors = PathProcessors.of(target, len(prompt_ids), stops.max_new_tokens, stops.eos_ids)
-    prefill = target.prefill(prompt_ids, rows + max_nodes + 1)
+    if reused:
+        target.check_prompt(prompt_ids)
+        target.truncate(reused)
+        drafter.resume(reused, rows)
+        prefill = target.extend(prompt_ids[reused:], rows + max_nodes + 1)
+    else:
+        drafter.reset(rows)
+        prefill = target.prefill(prompt_ids, rows + max_nodes + 1)
     if processors is not None:
         prefill = processors(prefill, prompt_ids)
     check_finite(prefill.logits, "target", 0)
     root = _first_token(prefill.logits, sampling, generator)
-    drafter.observe(prompt_ids, prefill.hidden if drafter.needs_hidden else None)
+    drafter.observe(prompt_ids[reused:], prefill.hidden if drafter.needs_hidden else None)
     output = [root]
     reason = stops.cut([], output)[1] or ("context" if target.length >= limit else None)
     yield Prefill(root, prefill, clock.lap(), reason)

@@ -242,6 +242,23 @@ class GraphForward:
             self._buffers.kv.zero_()  # what a failed run may have left must not reach this one through the mask
 
     @torch.inference_mode()
+    def reserve(self, capacity: int) -> None:
+        """Make room for ``capacity`` rows where there is less; the committed ones stay."""
+        if capacity <= self.capacity:
+            return
+        length, before, give_back = self.length, self._buffers, self._give_back
+        self._buffers = self._give_back = None
+        self.reset(capacity)  # new buffers before the old ones are given back
+        if before is not None and give_back is not None:
+            assert self._buffers is not None
+            self._buffers.kv[..., :length, :] = before.kv[..., :length, :]
+            self.length = length
+            give_back()
+
+    def truncate(self, length: int) -> None:
+        self.length = length
+
+    @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:
         """Move the given rows of the last pass to the end of the prefix, in all layers at once."""
         end = self.length + len(rows)

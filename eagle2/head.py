@@ -145,6 +145,15 @@ class HeadCache:
     def capacity(self) -> int:
         return self.keys.shape[2]
 
+    def reserve(self, capacity: int) -> None:
+        """Make room for ``capacity`` rows where there is less; what is held stays."""
+        if capacity <= self.capacity:
+            return
+        held = self.length + self.rows
+        keys, values = (part.new_empty(*part.shape[:2], capacity, part.shape[3]) for part in (self.keys, self.values))
+        keys[:, :, :held], values[:, :, :held] = self.keys[:, :, :held], self.values[:, :, :held]
+        self.keys, self.values = keys, values
+
     def take(self, count: int) -> slice:
         """The next ``count`` rows, to be written; ValueError where there is no room for them."""
         start = self.length + self.rows

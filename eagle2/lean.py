@@ -364,6 +364,17 @@ class Lean:
             room = capacity + MOST_ROWS if self.invariant else capacity  # rows of padding lie behind those that count
             self._kv = torch.empty(len(w.layers), 2, w.kv_heads, room, w.head_dim, dtype=w.dtype)
 
+    def reserve(self, capacity: int) -> None:
+        """Make room for ``capacity`` rows where there is less; the committed ones stay."""
+        if self.capacity < capacity:
+            length, before = self.length, self._kv
+            self.reset(capacity)
+            self._kv[..., :length, :] = before[..., :length, :]
+            self.length = length
+
+    def truncate(self, length: int) -> None:
+        self.length = length
+
     def keep(self, rows: Sequence[int]) -> None:
         """Move the given rows of the last pass to the end of the prefix, in all layers at once."""
         end = self.length + len(rows)

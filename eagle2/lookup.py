@@ -46,6 +46,13 @@ class PromptLookup:
         self._ids: list[int] = []  # committed tokens; the root is not among them
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its latest occurrence
 
+    def resume(self, length: int, capacity: int) -> None:
+        """As after the first ``length`` tokens; the n-grams that ended later are forgotten."""
+        if length < len(self._ids):
+            kept = self._ids[:length]
+            self.reset(capacity)
+            self.observe(kept, None)
+
     def observe(self, token_ids: Sequence[int], hidden: Tensor | None) -> None:
         """Index the n-grams that end at the newly committed tokens; ``hidden`` is not used."""
         for token in token_ids:

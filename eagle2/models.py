@@ -56,6 +56,15 @@ CGROUPS = (  # memory limit and use of a container, in the newer and the older f
 
 _disk_full, _line = disk_full, first_line
 
+# The form of a conversation with a model that has no chat template.  Its answers end where the next "User:" begins.
+PLAIN_CHAT = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] + '\n\n' }}"
+    "{% elif m['role'] == 'user' %}{{ 'User: ' + m['content'] + '\n' }}"
+    "{% else %}{{ 'Assistant: ' + m['content'] + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+PLAIN_STOP = "\nUser:"
+
 DEFAULT_PRESET = "smollm2-135m"
 PRESETS: dict[str, Preset] = read_presets()
 
@@ -294,17 +303,95 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[s
         users = [message["content"] for message in messages if message["role"] == "user"]
         if not users:
             raise ModelError("the conversation has no user message, and the model has no chat template for others")
-        starts = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-        return ([tokenizer.bos_token_id] if starts else []) + _encode_as_text(tokenizer, users[-1])
+        return _bos(tokenizer) + _encode_as_text(tokenizer, users[-1])
+    return _encode_by_template(tokenizer, messages)
+
+
+def encode_turn(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], before: Sequence[int] = ()
+) -> list[int]:
+    """Ids of a conversation up to the point where the assistant speaks, turn by turn: they begin with ``before``.
+
+    ``before``: all ids up to the end of the answer before the last message, prompt and output as they were decoded; () in
+    the first turn.  What is added is the template's text behind that answer, so the answer is never tokenised again, and
+    a template that writes earlier turns in another way later (leaves out their reasoning) changes nothing before it.  An
+    end of turn that the model wrote itself is not repeated.  BOS: what the template writes, and nothing in addition.
+
+    Text that spells a control token stays text, as in `encode_chat`.  Without a chat template: `PLAIN_CHAT`, behind one BOS
+    where the tokenizer begins texts with one.  Raises `ModelError` where the template refuses the conversation.
+    """
+    template = None if getattr(tokenizer, "chat_template", None) else PLAIN_CHAT
+    if not before:
+        start = _bos(tokenizer) if template else []
+        return start + _encode_by_template(tokenizer, messages, template)
+    *earlier, _, question = messages
+    mark = _unused("lastanswer", messages)
+    marked = [*earlier, {"role": "assistant", "content": mark}, question]
+    new = _encode_by_template(tokenizer, marked, template, after=mark)
+    if before[-1] in tokenizer.all_special_ids:
+        for number, token in enumerate(new):
+            if token == before[-1]:
+                new = new[number + 1 :]
+                break
+            if tokenizer.decode([token]).strip():
+                break
+    return [*before, *new]
+
+
+def _encode_by_template(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], template: str | None = None,
+    after: str = "",
+) -> list[int]:  # fmt: skip
+    """Ids of ``messages`` by the tokenizer's own or another ``template``; ``after``: only of what follows this text."""
     controls = {str(token): token for token in tokenizer.added_tokens_decoder.values() if token.special}
     typed = [text for text in controls if any(text in message["content"] for message in messages)]
+    stem = _unused("typedcontrol", messages)
+    marks = {text: f"{stem}{number}z" for number, text in enumerate(sorted(typed, key=len, reverse=True))}
+
+    def hide(content: str) -> str:
+        for text, mark in marks.items():
+            content = content.replace(text, mark)
+        return content
+
+    hidden = [{**message, "content": hide(message["content"])} for message in messages]
     try:
-        if typed:
-            return _encode_with_typed_controls(tokenizer, messages, controls, typed)
-        plain = [dict(message) for message in messages]
-        return list(tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False))
+        rendered = str(
+            tokenizer.apply_chat_template(hidden, chat_template=template, add_generation_prompt=True, tokenize=False)
+        )
+        if after:
+            _, found, rendered = rendered.rpartition(after)
+            if not found:
+                raise ModelError("the model's chat template leaves out earlier answers, so no conversation can go on")
+        if any(mark in rendered for mark in marks.values()):
+            return _encode_with_typed_controls(tokenizer, rendered, controls, marks)
+        return _encode_rendered(tokenizer, rendered, controls if after else {})
+    except ModelError:
+        raise
     except Exception as error:  # jinja2's own errors, and whatever a template's filters raise
         raise ModelError(f"the model's chat template refuses this conversation ({_line(error)})") from error
+
+
+def _encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str, controls: Mapping[str, Any]) -> list[int]:
+    """Ids of a template's text.  ``controls`` are given where it is no beginning: many tokenizers put a blank there."""
+    anchor = next((name for name, token in controls.items() if not token.rstrip), None)
+    if anchor is not None:
+        first, *ids = tokenizer(anchor + text, add_special_tokens=False)["input_ids"]
+        if first == tokenizer.convert_tokens_to_ids(anchor):
+            return list(ids)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The BOS with which the tokenizer begins texts, if it does."""
+    starts = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    return [tokenizer.bos_token_id] if starts else []
+
+
+def _unused(stem: str, messages: Sequence[Mapping[str, str]]) -> str:
+    """A word that no message contains."""
+    while any(stem in message["content"] for message in messages):
+        stem += "x"
+    return stem
 
 
 def _encode_as_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -314,28 +401,16 @@ def _encode_as_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def _encode_with_typed_controls(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, str]],
+    rendered: str,
     controls: Mapping[str, Any],
-    typed: Sequence[str],
+    marks: Mapping[str, str],
 ) -> list[int]:
-    """Render the template with marks in place of typed control texts; what it then holds of control tokens is its own.
+    """Ids of a template's text with ``marks`` in place of typed control texts; what it holds of controls is its own.
 
     Between control tokens a tokenizer encodes each stretch of text by itself, so doing the same by hand gives its ids.
     """
-    stem = "typedcontrol"
-    while any(stem in message["content"] for message in messages):
-        stem += "x"
-    marks = {text: f"{stem}{number}z" for number, text in enumerate(sorted(typed, key=len, reverse=True))}
-
-    def hide(content: str) -> str:
-        for text, mark in marks.items():
-            content = content.replace(text, mark)
-        return content
-
-    hidden = [{**message, "content": hide(message["content"])} for message in messages]
-    rendered = tokenizer.apply_chat_template(hidden, add_generation_prompt=True, tokenize=False)
     pattern = "|".join(re.escape(text) for text in sorted(controls, key=len, reverse=True))
-    pieces = re.split(f"({pattern})", str(rendered))  # text, control, text, control, ..., text
+    pieces = re.split(f"({pattern})", rendered)  # text, control, text, control, ..., text
     ids: list[int] = []
     for number, piece in enumerate(pieces):
         if number % 2:
@@ -719,5 +794,5 @@ def _bars(progress: Progress | None) -> Iterator[Progress]:
 
 __all__ = [
     "DEFAULT_PRESET", "PRESETS", "ModelError", "Preset", "Progress", "auto_dtype", "cache_dir", "check_memory",
-    "default_head", "devices", "encode_chat", "fitting_dtype", "free_memory", "head_files", "load_model", "model_files", "overview",
+    "default_head", "devices", "encode_chat", "encode_turn", "fitting_dtype", "free_memory", "head_files", "load_model", "model_files", "overview",
 ]  # fmt: skip

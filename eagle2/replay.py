@@ -77,6 +77,12 @@ class _Counted:
     def reset(self, capacity: int) -> None:
         self.length = 0
 
+    def reserve(self, capacity: int) -> None:
+        pass  # there are no rows to make room for
+
+    def truncate(self, length: int) -> None:
+        self.length = length
+
     def keep(self, rows: Sequence[int]) -> None:
         self.length += len(rows)
 

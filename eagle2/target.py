@@ -1,5 +1,7 @@
 """The target model behind three calls: ``prefill``, ``forward`` (a tree) and ``commit`` (a path).
 
+A sequence that goes on, as a conversation's does, is told so by ``extend`` (more text) and ``truncate`` (less).
+
 Sole owner of how the target runs and of its KV cache.  Any Hugging Face causal LM with full attention works: the tree
 goes in through a 4-D mask and explicit position ids, the cache is preallocated and indexable.  Models of the Llama family
 run on a lean forward instead (`eagle2.lean`; on a GPU `eagle2.graphs`), which gives the same logits sooner.
@@ -65,6 +67,16 @@ class PrefixLayer(CacheLayerMixin):
         self.values[:, :, self.length : end] = value_states
         return self.keys[:, :, :end], self.values[:, :, :end]
 
+    def reserve(self, capacity: int) -> None:
+        """Make room for ``capacity`` rows where there is less; committed rows stay."""
+        if capacity <= self.capacity:
+            return
+        self.capacity = capacity
+        if self.is_initialized:
+            before = self.keys[:, :, : self.length], self.values[:, :, : self.length]
+            self.lazy_initialization(*before)
+            self.keys[:, :, : self.length], self.values[:, :, : self.length] = before
+
     def keep(self, rows: Sequence[int]) -> None:
         """Move the given rows of the last pass to the end of the prefix."""
         end = self.length + len(rows)
@@ -100,6 +112,12 @@ class Forward(Protocol):
 
     def reset(self, capacity: int) -> None:
         """Forget the sequence; make room for ``capacity`` rows where there is less."""
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for ``capacity`` rows where there is less; the committed ones stay."""
+
+    def truncate(self, length: int) -> None:
+        """Forget the committed rows from ``length`` on."""
 
     def forward(
         self, token_ids: Tensor, visible: Tensor, positions: Tensor, *, logit_rows: int
@@ -140,6 +158,15 @@ class HuggingFaceForward:
             if layer.capacity < capacity:
                 layer.capacity = capacity
                 layer.is_initialized = False
+
+    def reserve(self, capacity: int) -> None:
+        self.capacity = max(self.capacity, capacity)
+        for layer in self.layers:
+            layer.reserve(capacity)
+
+    def truncate(self, length: int) -> None:
+        for layer in self.layers:
+            layer.length = length
 
     def keep(self, rows: Sequence[int]) -> None:
         for layer in self.layers:
@@ -247,9 +274,13 @@ class Target:
             raise ValueError(
                 f"a batch of {len(token_ids)} was given; this loop decodes one prompt at a time: give one list of ids"
             )
-        if len(token_ids) >= self.max_length:
+        self.check_length(len(token_ids))
+
+    def check_length(self, length: int) -> None:
+        """Raise `ContextLengthError` where a prompt of ``length`` tokens leaves no room in the context."""
+        if length >= self.max_length:
             raise ContextLengthError(
-                f"the prompt has {len(token_ids)} tokens, the model's context {self.max_length}; shorten the prompt"
+                f"the prompt has {length} tokens, the model's context {self.max_length}; shorten the prompt"
             )
 
     def reset(self, capacity: int = 0) -> None:
@@ -265,12 +296,38 @@ class Target:
         """
         self.check_prompt(token_ids)
         self.reset(max(capacity, len(token_ids)))
+        return self._commit_all(token_ids)
+
+    @torch.inference_mode()
+    def extend(self, token_ids: Sequence[int], capacity: int) -> TargetOutput:
+        """Go on with the sequence: compute and commit ``token_ids`` behind what is committed; as `prefill` otherwise.
+
+        ``capacity`` counts all rows.  Raises `ContextLengthError` before any pass.
+        """
+        if not token_ids:
+            raise ValueError("there are no tokens to go on with")
+        total = self.length + len(token_ids)
+        self.check_length(total)
+        self._pass_rows = 0
+        self._runs.reserve(max(capacity, total))
+        return self._commit_all(token_ids)
+
+    def truncate(self, length: int) -> None:
+        """Forget the committed tokens from ``length`` on."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"{self.length} tokens are committed, so the first {length} cannot be kept")
+        self._pass_rows = 0
+        self._runs.truncate(length)
+
+    def _commit_all(self, token_ids: Sequence[int]) -> TargetOutput:
+        """Compute and commit ``token_ids`` in chunks."""
         ids = torch.tensor(token_ids, device=self.device)
+        begin = self.length
         hidden = []
         for start in range(0, len(token_ids), PREFILL_CHUNK):
             chunk = ids[start : start + PREFILL_CHUNK]
             causal = torch.ones(len(chunk), len(chunk), dtype=torch.bool, device=self.device).tril()
-            positions = torch.arange(start, start + len(chunk), device=self.device)
+            positions = torch.arange(begin + start, begin + start + len(chunk), device=self.device)
             last = start + len(chunk) == len(token_ids)
             logits, rows = self._forward(chunk, causal, positions, logit_rows=int(last))
             hidden.append(rows)

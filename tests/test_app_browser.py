@@ -6,6 +6,7 @@ import gzip
 import importlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +15,12 @@ from typing import Any
 import pytest
 from gallery_helpers import ENTRIES, HOSTILE, made_gallery, trace_of
 from test_a11y_browser import serious
+from test_auto import CPU
+from tiny import byte_tokenizer, tiny_head, tiny_model
 from visual_helpers import FakeEngine, FakeSettings, in_loop, synthetic
 
+from eagle2.engine import Engine
+from eagle2.target import Target
 from eagle2.trace import Trace
 from visual import theme
 
@@ -35,7 +40,8 @@ class Served:
         self.engine = FakeEngine(synthetic(8, depth=3, top_k=4, total=5, seed=4), delay=0.06)
         self.gate = threading.Event()
         self.host = app.EngineHost(self.load)
-        self.demo = app.build(app.Actions(self.host, FakeSettings, made_gallery(folder)))
+        self.actions = app.Actions(self.host, FakeSettings, made_gallery(folder))
+        self.demo = app.build(self.actions)
         options = app.launch_options()
         self.demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, quiet=True, **options)
 
@@ -426,3 +432,63 @@ def test_both_trees_side_by_side(chromium: Any, served: Served) -> None:
         page.wait_for_function(
             "document.querySelector('[data-testid=compare-status]').textContent === 'The prompt is too long for this model.'"
         )
+
+
+def test_a_conversation(chromium: Any, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hostile message, a second turn, Stop, an answer's trees, Clear; on a tiny model, whose text is as bad as any."""
+    tokenizer = byte_tokenizer()
+    model = tiny_model(vocab_size=len(tokenizer), max_position_embeddings=512)
+    engine = Engine(model, tokenizer, tiny_head(model), name="tiny", head_name="tiny-head", costs=CPU)
+    monkeypatch.setattr(served.actions, "settings", app.make_settings)
+    served.use(engine)  # type: ignore[arg-type]
+    answer = "[data-testid=chat] [data-role=assistant]"
+
+    def send(page: Any, text: str) -> None:
+        page.fill("[data-testid=chat-message]", text)
+        page.press("[data-testid=chat-message]", "Enter")
+
+    def rest(page: Any, answers: int) -> None:
+        page.wait_for_selector(f"{answer} >> nth={answers - 1}")
+        page.wait_for_selector("[data-testid=chat-send]:enabled")
+        page.wait_for_selector("[data-testid=chat][aria-busy=false]")
+
+    with opened(chromium, served, reduced_motion="reduce") as page:
+        page.get_by_role("tab", name="Chat").click()
+        page.fill("[data-testid=chat-system]", "Be brief.")
+        send(page, "<img src=x onerror=alert(1)> ${1+1} </s>")
+        rest(page, 1)
+        talk = next(iter(served.actions.chats._kept.values()))[1]
+        assert [message["role"] for message in talk.messages] == ["system", "user", "assistant"]
+        assert page.text_content("[data-testid=chat] .e2-said") == "<img src=x onerror=alert(1)> ${1+1} </s>"
+        shown = page.text_content(f"{answer} .e2-said")
+        assert shown == "".join(map(theme.plain, talk.messages[-1]["content"]))
+        assert page.locator(f"{answer} .e2-token").count() == 24
+        assert page.locator("[data-testid=chat-system]").is_disabled()
+        assert page.input_value("[data-testid=chat-message]") == ""
+        assert serious(page) == []
+        first = list(talk.ids)
+        commit = Target.commit
+
+        def slow(self: Target, rows: Any) -> None:
+            commit(self, rows)
+            time.sleep(0.15)
+
+        monkeypatch.setattr(Target, "commit", slow)
+        send(page, "And then?")
+        page.wait_for_selector(f"{answer} >> nth=1")
+        page.click("[data-testid=chat-stop]")
+        rest(page, 2)
+        page.wait_for_function("document.querySelector('[data-testid=chat-note]').textContent === 'Stopped.'")
+        assert talk.ids[: len(first)] == first  # the same conversation, with its caches
+        assert 0 < page.locator(f"{answer} >> nth=1").locator(".e2-token").count() < 24
+        page.get_by_role("button", name="Show its trees").first.click()
+        page.wait_for_selector(card("your-run") + "[aria-current]")
+        page.wait_for_selector("[data-drawn]")
+        assert page.get_by_role("tab", name="Step by step").get_attribute("aria-selected") == "true"
+        assert page.text_content("[data-testid=text-eagle2]") == shown
+        page.get_by_role("tab", name="Chat").click()
+        assert page.locator(answer).count() == 2
+        page.click("[data-testid=chat-clear]")
+        page.wait_for_selector("[data-testid=chat-system]:enabled")
+        assert page.locator(answer).count() == 0
+        assert len(served.actions.chats) == 0

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eagle2.__main__ import _parser, _settings, main
+from eagle2.chat import Conversation
 from eagle2.engine import Engine
 from eagle2.evaluate import QuestionError, evaluate, read_questions
+from eagle2.models import encode_turn
+from eagle2.target import Target
 from eagle2.trace import Trace
 from tests.tiny import byte_tokenizer, reference, tiny_head, tiny_model
 
@@ -97,8 +102,6 @@ def test_generate_streams_the_text_and_colours_by_origin(engine: Engine, capsys:
 def test_prompt_from_standard_input(
     engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import io
-
     monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
     assert run_json(capsys, "generate", "-", "--max-new-tokens", "5")["token_ids"] == reference(
         engine.target.model, engine.encode("hello"), 5
@@ -224,3 +227,106 @@ def test_question_files(tmp_path: Path, questions: Path) -> None:
         bad.write_text(content)
         with pytest.raises(QuestionError, match=message):
             read_questions(bad)
+
+
+# Chat
+
+
+def chat(monkeypatch: pytest.MonkeyPatch, lines: str, *arguments: str) -> int:
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    return main(["chat", "--max-new-tokens", "12", *arguments])
+
+
+def test_chat_reads_turns_from_a_pipe(
+    engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert chat(monkeypatch, "hi\n\nand </s>?\n/reset\nhi\n/system Be kind.\nhi\n", "--json") == 0
+    first, second, again, kind = map(json.loads, capsys.readouterr().out.splitlines())
+    model, tokenizer = engine.target.model, engine.tokenizer
+    start = engine.encode("hi")
+    assert first["token_ids"] == reference(model, start, 12)
+    ids = encode_turn(
+        tokenizer,
+        [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": ""},
+            {"role": "user", "content": "and </s>?"},
+        ],
+        [*start, *first["token_ids"]],
+    )
+    assert second["token_ids"] == reference(model, ids, 12)
+    assert (second["prompt"], second["prompt_tokens"]) == ("and </s>?", len(ids))
+    assert second["reused_tokens"] == len(start) + len(first["token_ids"]) - 1
+    assert (again["token_ids"], again["reused_tokens"]) == (first["token_ids"], 0)
+    assert kind["prompt_tokens"] == len(tokenizer("<s>system\nBe kind.</s>\n")["input_ids"]) + len(start)
+    assert chat(monkeypatch, "hi\n", "--no-draft", "--json", "--system", "Be kind.") == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] == kind["token_ids"]
+
+
+def test_chat_streams_colours_and_figures(
+    engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = engine.tokenizer.decode(reference(engine.target.model, engine.encode("hi"), 12), skip_special_tokens=True)
+    assert chat(monkeypatch, "hi\n") == 0
+    out, err = capsys.readouterr()
+    assert out == text + "\n"
+    assert "12 tokens, tau " in err
+    assert "ended by length" in err
+    assert chat(monkeypatch, "hi\n", "--color", "always") == 0
+    assert "\x1b[33m" in capsys.readouterr().out
+    assert chat(monkeypatch, "hi\n" + "x" * 400 + "\nhi\n") == 1
+    assert "error: with this message the conversation has" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_ctrl_c_ends_an_answer_and_keeps_what_came(
+    engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal: an answer that is stopped, a mistake, and the next turn, whose ids begin with what came."""
+    given = iter(["hi", "/rest", "x" * 400, "so?"])
+
+    def typed(prompt: str) -> str:
+        assert prompt == "> "
+        line = next(given, None)
+        if line is None:
+            raise EOFError
+        return line
+
+    asked: list[tuple[list[int], int]] = []
+    ask = Conversation.ask
+
+    def asking(self: Conversation, *args: Any, **kwargs: Any) -> Any:
+        turn = ask(self, *args, **kwargs)
+        asked.append((list(self.ids), turn.reused))
+        return turn
+
+    passes: list[int] = []
+    commit = Target.commit
+
+    def interrupted(self: Target, rows: Any) -> None:
+        commit(self, rows)
+        passes.append(len(rows))
+        if len(passes) == 2:  # within the first step after the prefill
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr(Conversation, "ask", asking)
+    monkeypatch.setattr(Target, "commit", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("sys.stdin", Terminal())
+    assert main(["chat", "--max-new-tokens", "12"]) == 0
+    assert signal.getsignal(signal.SIGINT) is before
+    out, err = capsys.readouterr()
+    assert "ended by stopped" in err
+    assert "error: there is no command /rest" in err
+    assert "error: with this message" in err
+    came = len(asked[1][0]) - len(engine.encode("hi"))
+    assert came == 1 + passes[1]
+    answer = engine.tokenizer.decode(asked[1][0][-came:], skip_special_tokens=True)
+    assert out.startswith(answer.rstrip("\ufffd") + "\n")  # half a character is not shown
+    assert asked[1][1] == len(asked[1][0]) - 1  # its caches were still good
+    assert "ended by length" in err

@@ -597,7 +597,8 @@ def test_ordinary_text_gives_the_tokenizers_own_ids(flags: dict[str, bool]) -> N
         own = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert encode_chat(tokenizer, messages) == own
         # The careful way must agree too, or typed control text would change what stands around it.
-        assert models._encode_with_typed_controls(tokenizer, messages, controls, []) == own
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert models._encode_with_typed_controls(tokenizer, rendered, controls, {}) == own
 
 
 @pytest.mark.parametrize(
