@@ -798,7 +798,6 @@ def launch_options() -> dict[str, Any]:
         "head": head + gallery.head() + PAGE % player.to_json(TEST_IDS),
         "footer_links": ["api", "gradio", "settings"],
         "max_file_size": MAX_UPLOAD,
-        "ssr_mode": False,  # the page was only ever looked at without
     }
 
 
@@ -868,6 +867,11 @@ def health(request: Request) -> JSONResponse:
     return JSONResponse(told, 200 if told["status"] == "ready" else 503)
 
 
+def server_options() -> dict[str, Any]:
+    """What `gr.Blocks.launch` needs besides: the route `/health`, and no second server that renders pages."""
+    return {"app_kwargs": {"routes": [Route("/health", health)]}, "ssr_mode": False}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser().parse_args(arguments, namespace=OPTIONS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -875,8 +879,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     later.daemon = True
     later.start()
     demo.launch(
-        server_name=OPTIONS.host, server_port=OPTIONS.port, share=OPTIONS.share, show_error=True,
-        app_kwargs={"routes": [Route("/health", health)]}, **launch_options(),
+        server_name=OPTIONS.host, server_port=OPTIONS.port, share=OPTIONS.share, show_error=True, **server_options(),
+        **launch_options(),
     )  # fmt: skip
 
 

@@ -453,7 +453,7 @@ def test_the_row_is_closed_while_a_run_goes_on_and_open_after_it_however_it_ends
         (b"{}", "This file is not an EAGLE-2 trace."),
         (b"<script>alert(1)</script>", "The trace is not valid JSON: Expecting value: line 1 column 1 (char 0)."),
         (b'{"format":"eagle2-trace","version":99}',
-         "The trace has version 99, newer than this program's 1; update the program to open it."),
+         "The trace has version 99, newer than this program's 2; update the program to open it."),
         (None, "No file arrived here; try again."),
     ],
 )  # fmt: skip
