@@ -122,10 +122,11 @@ class LentEngine:
                     if isinstance(answer, str):
                         raise RuntimeError(answer)
                     yield answer
-        except USER_ERRORS:
-            raise
-        except Exception as error:  # the lender's are Gradio's, whose text is in ``message``
-            raise RuntimeError(f"ZeroGPU: {getattr(error, 'message', None) or error}") from error
+        except Exception as error:
+            said = getattr(error, "message", None)  # the lender's errors are Gradio's
+            if said is None and isinstance(error, USER_ERRORS):
+                raise
+            raise RuntimeError(f"ZeroGPU: {said or error}") from error
 
     def _answers(self, method: str, prompt: str, settings: Any) -> Iterator[Any]:
         """In the fork: a run as plain data, or one string that says what was wrong (of an exception only the kind gets out)."""

@@ -192,6 +192,7 @@ eagle2.zero.SEND_SECONDS = 0.0
 import app
 assert app.LENT is not None and app.host.on_cpu is False
 app.LENT._device = "cpu"
+sys.path.append("tests")
 from tests.test_zero import SETTINGS, parts
 lent = app.LENT.use(parts())
 *_, last = lent.race("Hello", SETTINGS)
