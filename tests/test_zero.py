@@ -262,4 +262,4 @@ def test_a_run_in_the_packages_own_fork(tmp_path: Path) -> None:
     lent = LentEngine(spaces.GPU).use(parts())
     assert scheduled[0]["durationSeconds"] == str(lent.seconds("race", "Hello", SETTINGS))
     assert [path for path, _ in lender.calls].count("/allow") == 1  # one fork served all
-    assert [call["fail"] for path, call in lender.calls if path == "/release"] == ["False"] * 4
+    assert [call["fail"] for path, call in lender.calls if path == "/release"] == ["false"] * 4
