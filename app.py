@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+try:  # before all that may import torch, parts of which it replaces on ZeroGPU
+    import spaces
+except ImportError:  # anywhere but on a Space
+    spaces = None
+
 import argparse
 import atexit
+import dataclasses
 import logging
 import math
+import os
 import re
 import shutil
 import sys
@@ -21,9 +28,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gradio as gr
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from eagle2.gallery import FOLDER, GalleryError, Recording, read_gallery
+from eagle2.hub import Repo
+from eagle2.models import DEFAULT_PRESET, PRESETS, auto_dtype, check_memory
 from eagle2.trace import Trace, TraceError
+from eagle2.zero import LentEngine, on_zero_gpu
 from visual import chat, compare, gallery, player
 from visual.tree import PHASES
 
@@ -155,7 +168,16 @@ class EngineHost:
     @property
     def on_cpu(self) -> bool:
         """Whether the model runs on a CPU; until it is loaded, whether that was asked for or left open."""
-        return OPTIONS.device in ("auto", "cpu") if self.engine is None else str(self.engine.device).startswith("cpu")
+        if self.engine is not None:
+            return str(self.engine.device).startswith("cpu")
+        return OPTIONS.device in ("auto", "cpu") and LENT is None
+
+    def health(self) -> dict[str, Any]:
+        """What `/health` answers, as plain values."""
+        state, text = self.status.state, self.status.text
+        device = None if self.engine is None else str(self.engine.device)
+        status = "loading" if state == "waiting" else state
+        return {"status": status, "model": OPTIONS.model, "device": device, "sentence": text}
 
     def start(self) -> None:
         """Begin to load unless that is under way or done."""
@@ -190,7 +212,8 @@ def sentence(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     if not text:
         return type(error).__name__
-    return text[0][0].upper() + text[0][1:]
+    name = "/" in text[0].split()[0]  # a hub id or a folder stays as it is written
+    return text[0] if name else text[0][0].upper() + text[0][1:]
 
 
 def checked(prompt: str | None, values: dict[str, Any]) -> dict[str, Any]:
@@ -229,6 +252,13 @@ def size_widgets(tree: str, size: str) -> Sequence[Any]:
     visible: Any = True if static or size == BY_HAND else "hidden"
     choice = gr.Radio(interactive=not static, info=STATIC_SIZE if static else AUTOMATIC_SIZE)
     return choice, gr.Slider(visible=visible), gr.Slider(visible=visible)
+
+
+def gpu_sizes(model: str) -> dict[str, Any]:
+    """How the form begins on a GPU: sizes by hand, those of the paper where the model is one of the paper's."""
+    preset = PRESETS.get(model)
+    tree = dataclasses.asdict(preset.tree) if preset and isinstance(preset.source, Repo) else {}
+    return {"size": BY_HAND, **tree}
 
 
 AUTOMATIC_SIZE = "automatic: fits this machine, anew at every step"
@@ -405,7 +435,8 @@ class Actions:
         query = request.query_params
         if not self.recordings or not set(LINK) & set(query):  # the page came with the first run
             self._answered = min(self._answered, time.monotonic())
-            return [*[gr.skip()] * (4 + len(FORM)), gr.skip() if self.host.on_cpu else BY_HAND]
+            sizes = {} if self.host.on_cpu else gpu_sizes(OPTIONS.model)
+            return [*[gr.skip()] * 5, *(sizes.get(name, gr.skip()) for name in FORM)]
         link = linked(query, self.recordings)
         first = link.recording is next(iter(self.recordings.values()))
         # The widgets begin with the first run's prompt and settings: what is typed at once is not overwritten.
@@ -478,10 +509,9 @@ class Actions:
             clear = player.to_json(player.message("Starting …", kind="clear"))
             hidden = gr.DownloadButton(visible=False)
             yield clear, nothing, nothing, hidden, row, gr.UploadButton(interactive=False), nothing, RACING
-            steps, shown, told, pause, trace = 0, 0.0, 0.0, 0.0, None
+            shown, told, pause, trace = 0.0, 0.0, 0.0, None
             with closing(self.host.engine.race(prompt, chosen)) as updates:
                 for update in updates:
-                    steps += update.lane == "eagle2" and update.step is not None
                     trace = update.trace
                     began = time.monotonic()
                     if began - shown < pause:
@@ -489,7 +519,7 @@ class Actions:
                             told = began
                             yield nothing, *rest
                         continue
-                    text = player.to_json(player.live(update, max(steps - 1, 0)))
+                    text = player.to_json(player.live(update, max(update.eagle2.target_passes - 1, 0)))
                     shown = time.monotonic()
                     # Making the picture's data may cost an eighth of the time at most.
                     pause = max(1 / PAYLOADS_PER_SECOND, 7 * (shown - began))
@@ -693,6 +723,10 @@ class Actions:
         from eagle2.chat import Conversation
 
         engine = self.host.engine
+        if isinstance(engine, LentEngine):
+            raise ValueError(
+                "conversations keep their caches on the machine, which a lent GPU cannot do; race a prompt instead"
+            )
         return self.chats.take(session, engine, state.saved or Conversation(engine, system or "").saved)
 
     def with_answer(self, state: Chat, conversation: Any, messages: Sequence[chat.Message], reply: Any) -> Chat:
@@ -991,14 +1025,23 @@ def launch_options() -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
+    """The options.  A Space starts the app without any: there environment variables (`EAGLE2_PRESET` …) set the defaults."""
     made = argparse.ArgumentParser(description="Watch EAGLE-2 race plain decoding, with the draft tree of every step.")
-    made.add_argument("--model", default="smollm2-135m", help="preset, local folder or hub id (default: %(default)s)")
-    made.add_argument("--head", help="folder of the draft head (default: the preset's own)")
+    model = os.environ.get("EAGLE2_PRESET") or os.environ.get("EAGLE2_MODEL") or DEFAULT_PRESET
+    made.add_argument("--model", default=model, help="preset, local folder or hub id (default: %(default)s)")
+    made.add_argument(
+        "--preset", choices=tuple(PRESETS), dest="model", default=argparse.SUPPRESS,
+        help="the same as --model NAME; python -m eagle2 models lists them",
+    )  # fmt: skip
+    head = os.environ.get("EAGLE2_HEAD")
+    made.add_argument("--head", default=head, help="folder or hub id of the draft head (default: the preset's own)")
     made.add_argument(
         "--full-vocabulary", action="store_true", help="draft over all tokens even if the head has a reduced vocabulary"
     )
-    made.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
-    made.add_argument("--device", default="auto", help="auto, cpu, cuda, … (default: %(default)s)")
+    dtype = os.environ.get("EAGLE2_DTYPE") or "auto"
+    made.add_argument("--dtype", default=dtype, choices=["auto", "float32", "bfloat16", "float16"])
+    device = os.environ.get("EAGLE2_DEVICE") or "auto"
+    made.add_argument("--device", default=device, help="auto, cpu, cuda, … (default: %(default)s)")
     made.add_argument("--host", help="address to listen on (default: this machine only; on a Space all)")
     made.add_argument("--port", type=int, help="port (default: the first free one from 7860)")
     made.add_argument("--share", action="store_true", help="also make a public link")
@@ -1006,11 +1049,22 @@ def parser() -> argparse.ArgumentParser:
 
 
 OPTIONS = parser().parse_args([])
+LENT = LentEngine(spaces.GPU) if spaces is not None and on_zero_gpu() else None
 
 
 def load_engine(progress: Callable[[str, int, int], None]) -> Any:
-    from eagle2.engine import Engine
+    if OPTIONS.model == os.environ.get("EAGLE2_PRESET") and OPTIONS.model not in PRESETS:
+        raise ValueError(f"EAGLE2_PRESET names no preset: {OPTIONS.model!r} is none of {', '.join(PRESETS)}.")
+    from eagle2.engine import Engine, Parts
 
+    if LENT is not None:  # loaded into this process's memory, to run on what is lent
+        dtype = auto_dtype(OPTIONS.model, "cuda") if OPTIONS.dtype == "auto" else OPTIONS.dtype
+        check_memory(OPTIONS.model, dtype=dtype, device="cuda")
+        parts = Parts.load(
+            OPTIONS.model, OPTIONS.head, dtype=dtype, device="cpu", progress=progress,
+            full_vocabulary=OPTIONS.full_vocabulary,
+        )  # fmt: skip
+        return LENT.use(parts)
     return Engine.load(
         OPTIONS.model, OPTIONS.head, dtype=OPTIONS.dtype, device=OPTIONS.device, progress=progress,
         full_vocabulary=OPTIONS.full_vocabulary,
@@ -1030,6 +1084,17 @@ host = EngineHost(load_engine)
 demo = build(Actions(host, recordings=recorded()))
 
 
+def health(request: Request) -> JSONResponse:
+    """Whether runs can start: 200 once they can, 503 until then."""
+    told = host.health()
+    return JSONResponse(told, 200 if told["status"] == "ready" else 503)
+
+
+def server_options() -> dict[str, Any]:
+    """What `gr.Blocks.launch` needs besides: the route `/health`, and no second server that renders pages."""
+    return {"app_kwargs": {"routes": [Route("/health", health)]}, "ssr_mode": False}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser().parse_args(arguments, namespace=OPTIONS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -1037,8 +1102,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     later.daemon = True
     later.start()
     demo.launch(
-        server_name=OPTIONS.host, server_port=OPTIONS.port, share=OPTIONS.share, show_error=True, **launch_options()
-    )
+        server_name=OPTIONS.host, server_port=OPTIONS.port, share=OPTIONS.share, show_error=True, **server_options(),
+        **launch_options(),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

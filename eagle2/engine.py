@@ -97,6 +97,59 @@ def default_sizes(device: str = "auto") -> dict[str, Any]:
     return {"depth": "auto", "top_k": 3, "total_tokens": "auto"}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What an engine is made of, loaded but not set up for passes yet."""
+
+    model: Any
+    tokenizer: Any
+    head: EagleHead
+    name: str
+    head_name: str
+    dtype: str
+    full_vocabulary: bool = False
+
+    @classmethod
+    def load(
+        cls, model: str, head: str | None = None, *, dtype: str = "auto", device: str = "auto",
+        progress: Progress | None = None, full_vocabulary: bool = False,
+    ) -> Parts:  # fmt: skip
+        """The arguments are those of `Engine.load`."""
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if dtype == "auto":
+            dtype = models.auto_dtype(model, device)
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
+        folder, head_name = models.head_files(model, head, dtype=dtype, device=device, progress=progress)
+        loaded, tokenizer = models.load_model(model, dtype=DTYPES[dtype], device=device, progress=progress)
+        eagle_head = EagleHead.load(folder, target=loaded, device=device, dtype=DTYPES[dtype])
+        return cls(
+            model=loaded, tokenizer=tokenizer, head=eagle_head, name=model, head_name=head_name, dtype=dtype,
+            full_vocabulary=full_vocabulary,
+        )  # fmt: skip
+
+    @property
+    def layers(self) -> int:
+        """Of the target."""
+        return int(self.model.config.get_text_config().num_hidden_layers)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weights."""
+        weights = (*self.model.parameters(), *self.head.parameters())
+        return sum(weight.numel() * weight.element_size() for weight in weights)
+
+    def engine(self, device: str | None = None, **options: Any) -> Engine:
+        """An engine of these parts, which move to ``device`` first where one is named."""
+        if device is not None:
+            self.model.to(device)
+        return Engine(
+            self.model, self.tokenizer, self.head, name=self.name, head_name=self.head_name,
+            full_vocabulary=self.full_vocabulary, **options,
+        )  # fmt: skip
+
+
 class Engine:
     """One target, one head, one tokenizer. Runs share the weights; each run has caches of its own.
 
@@ -141,25 +194,8 @@ class Engine:
 
         ``dtype="auto"``: float32 on CPU, where both lanes then give the same ids; half precision (a preset's own) on a GPU.
         """
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if dtype == "auto":
-            dtype = models.auto_dtype(model, device)
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
-        folder, head_name = models.head_files(model, head, dtype=dtype, device=device, progress=progress)
-        loaded, tokenizer = models.load_model(model, dtype=DTYPES[dtype], device=device, progress=progress)
-        eagle_head = EagleHead.load(folder, target=loaded, device=device, dtype=DTYPES[dtype])
-        return cls(
-            loaded,
-            tokenizer,
-            eagle_head,
-            name=model,
-            head_name=head_name,
-            full_vocabulary=full_vocabulary,
-            costs=costs,
-            row_invariant=row_invariant,
-        )
+        parts = Parts.load(model, head, dtype=dtype, device=device, progress=progress, full_vocabulary=full_vocabulary)
+        return parts.engine(costs=costs, row_invariant=row_invariant)
 
     @property
     def dtype(self) -> str:

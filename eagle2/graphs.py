@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .lean import Lean
+from .zero import on_zero_gpu
 
 ROWS = (1, 8, 16, 32, 64)  # a pass is padded to one of these; a wider one (a prompt's) runs as it is, without a graph
 SPARE = ROWS[-1]  # rows behind the capacity that take the keys and values of padding rows
@@ -46,6 +47,8 @@ class Status:
 
     def __init__(self, device: torch.device) -> None:
         self.failure = None if device.type == "cuda" else f"{device.type} has none"
+        if self.failure is None and on_zero_gpu():  # they would be captured for one run
+            self.failure = "on ZeroGPU a GPU is lent for one run"
 
     def __str__(self) -> str:
         return "graphs" if self.failure is None else f"static shapes without graphs: {self.failure}"

@@ -15,6 +15,7 @@ from eagle2.engine import Engine
 from eagle2.models import encode_turn
 from eagle2.target import Target
 from eagle2.trace import Trace
+from eagle2.zero import LentEngine
 from tests.test_app import GOOD, Clicked, Visitor, skipped
 from tests.tiny import byte_tokenizer, reference, tiny_head, tiny_model
 from visual import chat
@@ -172,6 +173,13 @@ def test_answers_wait_in_line_with_races_and_are_no_public_endpoint(actions: Any
     (answering,) = [function for function in demo.fns.values() if function.name == "chat"]
     assert (answering.concurrency_id, answering.concurrency_limit) == ("device", 1)
     assert list(demo.get_api_info()["named_endpoints"]) == ["/race"]
+
+
+def test_a_lent_gpu_cannot_keep_conversations(actions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actions.host, "engine", LentEngine(lambda **_: lambda function: function))
+    told, state, *_ = said(actions, None, "hello")
+    assert "a lent GPU cannot do; race a prompt instead" in json.loads(told)["note"]
+    assert state.messages == ()
 
 
 def test_what_a_message_shows() -> None:
