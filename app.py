@@ -1041,7 +1041,7 @@ def parser() -> argparse.ArgumentParser:
     dtype = os.environ.get("EAGLE2_DTYPE") or "auto"
     made.add_argument("--dtype", default=dtype, choices=["auto", "float32", "bfloat16", "float16"])
     device = os.environ.get("EAGLE2_DEVICE") or "auto"
-    made.add_argument("--device", default=device, help="auto, cpu, cuda, … (default: %(default)s)")
+    made.add_argument("--device", default=device, help="auto, cpu, cuda, spread, … (default: %(default)s)")
     made.add_argument("--host", help="address to listen on (default: this machine only; on a Space all)")
     made.add_argument("--port", type=int, help="port (default: the first free one from 7860)")
     made.add_argument("--share", action="store_true", help="also make a public link")

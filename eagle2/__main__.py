@@ -91,7 +91,8 @@ def _parser() -> argparse.ArgumentParser:
                        help="draft over the target's whole vocabulary even if the head comes with a reduced one")  # fmt: skip
     group.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
                        help="auto: float32 on CPU, bfloat16 on a GPU")  # fmt: skip
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    group.add_argument("--device", default="auto",
+                       help="auto, cpu, cuda, cuda:1, ..., or spread: over all GPUs, then memory and disk")  # fmt: skip
     group.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
     group.add_argument("--calibrate", action="store_true",
                        help="measure the costs behind automatic trees anew (else once per model and machine)")  # fmt: skip

@@ -90,7 +90,7 @@ def default_sizes(device: str = "auto") -> dict[str, Any]:
 
     ``top_k`` 3: with automatic trees 2, 3 and 4 gave modelled speed-ups of 1.82, 1.81 and 1.80 over six question sets.
     """
-    if device == "auto":
+    if device in ("auto", models.SPREAD):
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda"):
         return {"depth": 6, "top_k": 10, "total_tokens": 59}
@@ -123,7 +123,9 @@ class Parts:
             raise ValueError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
         folder, head_name = models.head_files(model, head, dtype=dtype, device=device, progress=progress)
         loaded, tokenizer = models.load_model(model, dtype=DTYPES[dtype], device=device, progress=progress)
-        eagle_head = EagleHead.load(folder, target=loaded, device=device, dtype=DTYPES[dtype])
+        # Where the target is spread, the engine puts the head beside the LM head.
+        beside = "cpu" if device == models.SPREAD else device
+        eagle_head = EagleHead.load(folder, target=loaded, device=beside, dtype=DTYPES[dtype])
         return cls(
             model=loaded, tokenizer=tokenizer, head=eagle_head, name=model, head_name=head_name, dtype=dtype,
             full_vocabulary=full_vocabulary,
@@ -193,6 +195,7 @@ class Engine:
         """Load a preset, a local folder or a hub id; ``head`` is a folder or a hub id (a preset brings its own).
 
         ``dtype="auto"``: float32 on CPU, where both lanes then give the same ids; half precision (a preset's own) on a GPU.
+        ``device``: auto, cpu, cuda, cuda:1, or "spread" over all GPUs, this machine's memory and its disk.
         """
         parts = Parts.load(model, head, dtype=dtype, device=device, progress=progress, full_vocabulary=full_vocabulary)
         return parts.engine(costs=costs, row_invariant=row_invariant)

@@ -135,14 +135,23 @@ def model_files(name: str, progress: Progress | None = None, *, weights: bool = 
     return folder
 
 
+SPREAD = "spread"  # a "device": over all that there is
+
+
 def auto_dtype(name: str, device: str) -> str:
     """What "auto" means: float32 on a CPU, in which both lanes agree; else the preset's, or bfloat16."""
     preset = PRESETS.get(name)
-    return "float32" if device == "cpu" else preset.dtype if preset else "bfloat16"
+    on_cpu = device == "cpu" or (device == SPREAD and len(devices()) == 1)
+    return "float32" if on_cpu else preset.dtype if preset else "bfloat16"
 
 
 def free_memory(device: str) -> int:
-    """Bytes that a model on ``device`` can have: of a GPU, or of this machine within the limits of its container."""
+    """Bytes that a model on ``device`` can have: of a GPU, or of this machine within the limits of its container.
+
+    `SPREAD`: of all of them together.
+    """
+    if device == SPREAD:
+        return sum(map(free_memory, devices()))
     if device.startswith("cuda"):
         import torch
 
@@ -222,6 +231,8 @@ def check_memory(name: str, *, dtype: str, device: str) -> None:
 def _check_device(device: str) -> None:
     import torch
 
+    if device == SPREAD:
+        return
     try:
         torch.empty(0, device=device)
     except Exception as error:  # torch raises half a dozen kinds here
@@ -250,6 +261,7 @@ def load_model(
     """The causal LM in eval mode on ``device``, and its tokenizer.  Raises `ModelError`.
 
     ``name`` is a preset, a local folder or a hub id.  Code from the hub is never run and weights are read as data only.
+    ``device`` `SPREAD`: layer by layer over all GPUs, then this machine's memory, then a folder of the cache.
     """
     _check_device(device)
     check_memory(name, dtype=str(dtype).split(".")[-1], device=device)
@@ -259,7 +271,9 @@ def load_model(
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         # Accelerate puts each weight on the device as it is read; on the CPU there is nothing to place.
-        placement = {} if device == "cpu" else {"device_map": {"": device}}
+        placement: dict[str, Any] = {} if device == "cpu" else {"device_map": {"": device}}
+        if device == SPREAD:
+            placement = {"device_map": "auto", "offload_folder": cache_dir() / "offload"}
         with _quiet_transformers():
             # trust_remote_code: not even asked about, which transformers would do on a terminal.
             tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
@@ -793,6 +807,6 @@ def _bars(progress: Progress | None) -> Iterator[Progress]:
 
 
 __all__ = [
-    "DEFAULT_PRESET", "PRESETS", "ModelError", "Preset", "Progress", "auto_dtype", "cache_dir", "check_memory",
+    "DEFAULT_PRESET", "PRESETS", "SPREAD", "ModelError", "Preset", "Progress", "auto_dtype", "cache_dir", "check_memory",
     "default_head", "devices", "encode_chat", "encode_turn", "fitting_dtype", "free_memory", "head_files", "load_model", "model_files", "overview",
 ]  # fmt: skip

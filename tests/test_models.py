@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from eagle2 import models
 from eagle2.models import ModelError, Preset, encode_chat, load_model, model_files
@@ -556,6 +557,35 @@ def test_load_local_folder(tiny_folder: Path, capfd: pytest.CaptureFixture[str])
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_model_spread_over_what_there_is(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    given: dict[str, Any] = {}
+    load = transformers.AutoModelForCausalLM.from_pretrained
+
+    def watched(*arguments: Any, **settings: Any) -> Any:
+        given.update(settings)
+        return load(*arguments, **settings)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", watched)
+    spread, _ = load_model(str(tiny_folder), dtype=torch.float32, device="spread")
+    assert (given["device_map"], given["offload_folder"]) == ("auto", models.cache_dir() / "offload")
+    plain, _ = load_model(str(tiny_folder), dtype=torch.float32, device="cpu")
+    ids = torch.tensor([[1, 4, 5]])
+    assert torch.equal(spread(ids).logits, plain(ids).logits)
+
+
+def test_spread_counts_all_devices_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = {"cuda:0": 5, "cuda:1": 7, "cpu": 11}
+    real = models.free_memory
+    monkeypatch.setattr(models, "devices", lambda: dict.fromkeys(room, ""))
+    monkeypatch.setattr(models, "free_memory", room.__getitem__)
+    assert real("spread") == 23
+    assert models.auto_dtype("vicuna-7b", "spread") == "float16"
+    monkeypatch.setattr(models, "devices", lambda: {"cpu": "RAM"})
+    assert models.auto_dtype("vicuna-7b", "spread") == "float32"
 
 
 def test_missing_weights_are_refused(tiny_folder: Path) -> None:
