@@ -474,6 +474,7 @@ def _gallery(args: argparse.Namespace) -> None:
     for entry in entries:  # before minutes of work, not after
         entry.settings()
     engine = _engine(args)
+    engine.calibrate()  # the runs hold what passes cost, which the view "Why this tree" shows
     # The first passes after loading are slow; the run that happens to be recorded first would show that.
     for _ in engine.race(entries[0].prompt, dataclasses.replace(entries[0], max_new_tokens=8).settings()):
         pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -107,8 +107,11 @@ class Entry:
             "sampling": {"temperature": self.temperature, "top_k": 0, "top_p": self.top_p},
             "tree": {
                 "kind": self.tree, "depth": self.depth, "top_k": self.top_k, "total_tokens": self.total_tokens,
+                "lookup": False,
             },
         }  # fmt: skip
+        if isinstance(tree := meta.get("tree"), Mapping):
+            meta = {**meta, "tree": {"lookup": False, **tree}}  # runs of version 1 do not say
         if trace.prompt_text != self.prompt:
             return "prompt"
         return next((name for name, value in wanted.items() if meta.get(name) != value), "")

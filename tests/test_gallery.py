@@ -124,13 +124,29 @@ def test_recording_replaces_a_run_only_by_a_whole_one(tmp_path: Path) -> None:
     assert [item.name for item in tmp_path.iterdir()] == [entry.file]
 
 
+def test_a_recording_says_whether_copies_joined_its_tree() -> None:
+    entry = ENTRIES[1]
+    trace = trace_of(entry)
+    tree = trace.metadata["tree"]
+    for lookup, differs in ((None, ""), (False, ""), (True, "tree")):
+        said = {**tree, "lookup": lookup} if lookup is not None else tree
+        made = replace(trace, metadata={**trace.metadata, "tree": said})
+        assert entry.differs(made) == differs
+
+
 class Engine(FakeEngine):
     """Races whatever entry it is asked for."""
+
+    costs: dict[str, Any] | None = None
 
     def __init__(self) -> None:
         super().__init__(synthetic(1))
 
+    def calibrate(self) -> None:
+        self.costs = {"format": "eagle2-costs"}
+
     def race(self, prompt: str, settings: Any) -> Iterator[Any]:
+        assert self.costs, "the runs hold what passes cost"
         entry = next(item for item in ENTRIES if item.prompt == prompt and item.tree == settings.tree)
         self.trace = trace_of(entry)
         return super().race(prompt, settings)
