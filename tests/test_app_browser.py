@@ -357,7 +357,7 @@ def test_a_file_is_opened_and_a_bad_one_is_told(chromium: Any, served: Served, t
         page.wait_for_selector(card("your-file") + "[aria-current]")
         for path, told in (
             (bad, "The trace cannot be read: Compressed file ended before the end-of-stream marker was reached."),
-            (newer, "The trace has version 99, newer than this program's 1; update the program to open it."),
+            (newer, "The trace has version 99, newer than this program's 2; update the program to open it."),
             (bomb, "The trace is larger than 20 MB."),
         ):
             page.set_input_files("[data-testid=upload]", path)
