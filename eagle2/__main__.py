@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
     group.add_argument("--row-invariant", action="store_true",
                        help="passes in which a row does not depend on how many ride along: in half precision on a CPU, "
-                       "both lanes then give the same tokens")  # fmt: skip
+                       "both lanes then hardly ever part")  # fmt: skip
 
     runs = argparse.ArgumentParser(add_help=False)
     group = runs.add_argument_group("decoding")

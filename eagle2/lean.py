@@ -309,7 +309,7 @@ class Lean:
 
     def __init__(self, weights: LeanWeights, *, invariant: bool = False) -> None:
         """``invariant``: a row's result does not depend on how many rows ride along, so that in half precision, where
-        kernels round differently for each number of rows, both lanes of a race still give the same tokens.  ValueError
+        kernels round differently for each number of rows, the lanes of a race hardly ever part.  ValueError
         where this processor's kernels do not allow it.
         """
         if invariant and weights.invariant_rows is None:
