@@ -271,12 +271,7 @@ class EagleDrafter:
                     paths.append((*paths[node], rank))
         self._cache.drop_rows()
         copied = graft(copy, tokens, parents, confidence, log_value)
-        tree = DraftTree(
-            torch.tensor(tokens, device=device),
-            tuple(parents),
-            torch.tensor(confidence, dtype=torch.float32, device=device),
-            torch.tensor(log_value, dtype=torch.float32, device=device),
-        )
+        tree = _tree(tokens, parents, confidence, log_value, device)
         if planner is not None:
             budget = planner.cut(_values(log_value[1:]))
         kept = rerank(tree.log_value, tree.depths, budget)
@@ -286,13 +281,7 @@ class EagleDrafter:
         """A step without the head: the copy alone, as far as verifying it pays."""
         tokens, parents, confidence, log_value = [root], [-1], [1.0], [0.0]
         copied = graft(copy, tokens, parents, confidence, log_value)
-        device = self.target.device
-        tree = DraftTree(
-            torch.tensor(tokens, device=device),
-            tuple(parents),
-            torch.tensor(confidence, device=device),
-            torch.tensor(log_value, device=device),
-        )
+        tree = _tree(tokens, parents, confidence, log_value, self.target.feature_device)
         return Proposal(tree, copied[: planner.cut_undrafted(_values(log_value[1:]))], (), copied)
 
     def _select(self, layer: range, log_value: list[float], paths: list[tuple[int, ...]]) -> list[int]:
@@ -407,6 +396,18 @@ def graft(
         if confidence[at] == sure:  # else the head is surer
             copied.append(at)
     return tuple(copied)
+
+
+def _tree(
+    tokens: Sequence[int], parents: Sequence[int], confidence: Sequence[float], log_value: Sequence[float],
+    device: torch.device,
+) -> DraftTree:  # fmt: skip
+    return DraftTree(
+        torch.tensor(tokens, device=device),
+        tuple(parents),
+        torch.tensor(confidence, dtype=torch.float32, device=device),
+        torch.tensor(log_value, dtype=torch.float32, device=device),
+    )
 
 
 def _values(log_value: Sequence[float], nodes: Sequence[int] | None = None) -> list[float]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .lean import Lean
+from .lean import Lean, rounded
 from .zero import on_zero_gpu
 
 ROWS = (1, 8, 16, 32, 64)  # a pass is padded to one of these; a wider one (a prompt's) runs as it is, without a graph
@@ -39,7 +39,7 @@ def padded(rows: int) -> int:
 
 def roomy(capacity: int) -> int:
     """``capacity`` rounded up, so that the buffers of one sequence fit the next: 256, 512, then multiples of 1024."""
-    return next((size for size in (256, 512) if capacity <= size), -(-capacity // 1024) * 1024)
+    return next((size for size in (256, 512) if capacity <= size), rounded(capacity, 1024))
 
 
 class Status:

@@ -389,28 +389,23 @@ class Lean:
         """``token_ids [N]``, ``visible [N, N]`` -> logits of the last ``logit_rows`` rows and hidden ``[N, H]``."""
         w = self.weights
         n = len(token_ids)
+        mask = paths = None
         if self.invariant and logit_rows == n:  # prompts run in the same chunks in both lanes anyway
-            return self._forward_invariant(token_ids, visible, positions)
+            padding = rounded(n, w.invariant_rows or 1) - n
+            # Rows that stand for nothing: each sees itself only, and nobody sees it.
+            token_ids, positions = (F.pad(each, (0, padding)) for each in (token_ids, positions))
+            visible = torch.block_diag(visible, torch.eye(padding)).bool() if padding else visible
+            paths = Paths(visible, self.length, w.dtype)
+        else:
+            mask = w.mask(visible, self.length + n, w.dtype)
         x = F.embedding(token_ids, w.embedding)
-        turns, mask = w.turns(positions), w.mask(visible, self.length + n, w.dtype)
+        turns = w.turns(positions)
         for layer, (keys, values) in zip(w.layers, self._kv):
-            x = w.run(layer, x, turns, mask, keys, values, self.length)
+            x = w.run(layer, x, turns, mask, keys, values, self.length, paths)
         hidden = w.norm(x, w.final_norm)
+        if paths is not None:  # all rows' logits are wanted, and padding is part of every product
+            return w.lm_head(hidden)[:n], hidden[:n]
         return w.lm_head(hidden[-logit_rows:]) if logit_rows else None, hidden
-
-    def _forward_invariant(self, token_ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        w = self.weights
-        n = len(token_ids)
-        padding = rounded(n, w.invariant_rows or 1) - n
-        # Rows that stand for nothing: each sees itself only, and nobody sees it.
-        token_ids, positions = (F.pad(each, (0, padding)) for each in (token_ids, positions))
-        visible = torch.block_diag(visible, torch.eye(padding)).bool() if padding else visible
-        x = F.embedding(token_ids, w.embedding)
-        turns, paths = w.turns(positions), Paths(visible, self.length, w.dtype)
-        for layer, (keys, values) in zip(w.layers, self._kv):
-            x = w.run(layer, x, turns, None, keys, values, self.length, paths)
-        hidden = w.norm(x, w.final_norm)
-        return w.lm_head(hidden)[:n], hidden[:n]
 
 
 class LeanHead:
@@ -461,4 +456,4 @@ def _turn(x: Tensor, turns: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 
-__all__ = ["CLASSES", "Lean", "LeanHead", "LeanWeights", "Paths", "available_memory", "packed_linear"]
+__all__ = ["CLASSES", "Lean", "LeanHead", "LeanWeights", "Paths", "available_memory", "packed_linear", "rounded"]
