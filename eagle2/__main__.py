@@ -438,13 +438,15 @@ def _race(args: argparse.Namespace) -> None:
 
 def _conditions(meta: Mapping[str, Any], *, drafted: bool = True) -> str:
     """What a figure is printed with, from `Engine.metadata`."""
+    from .trace import precision
+
     tree, versions = meta["tree"], meta["versions"]
     head = (
         f", head {meta['head']}, {tree['kind']} tree {tree['depth']}/{tree['top_k']}/{tree['total_tokens']}"
         f"{' with lookup' * tree['lookup']}, {meta['draft_vocab']} tokens drafted"
     )
     return (
-        f"{meta['target']}{head if drafted else ', no draft head'}, {meta['dtype']} on {meta['device']}, "
+        f"{meta['target']}{head if drafted else ', no draft head'}, {precision(meta)} on {meta['device']}, "
         f"{meta['threads']} threads, torch {versions['torch']}, transformers {versions['transformers']}"
     )
 

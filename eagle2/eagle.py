@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .cost import CostModel, Size, TreePlanner
 from .draft import Proposal
 from .head import DraftHead
-from .lean import packed_linear
+from .lean import lean_linear
 from .lookup import PromptLookup
 from .target import Target
 from .tree import DraftTree, rerank
@@ -132,7 +132,7 @@ class DraftVocabulary:
         if self.token_ids is not None and type(self.lm_head) is nn.Linear:
             with align_module_device(self.lm_head):  # brings a weight that is offloaded
                 weight, bias = self.lm_head.weight.detach(), self.lm_head.bias
-                self._linear = packed_linear(
+                self._linear = lean_linear(
                     weight[self.token_ids], None if bias is None else bias.detach()[self.token_ids]
                 )
 

@@ -284,6 +284,7 @@ class Engine:
             "head": self.head_name,
             "draft_vocab": self.vocabulary.size,
             "dtype": self.dtype,
+            "arithmetic": str(self.target.arithmetic).split(".")[-1],
             "device": _device_name(self.target.device),
             "threads": torch.get_num_threads(),
             "forward": self.target.forward_name,

@@ -135,24 +135,31 @@ class HeadCache:
     """KV rows of the head's layer: ``[1, kv_heads, capacity, head_dim]``; the first ``length`` are committed."""
 
     def __init__(self, config: HeadConfig, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
-        shape = (1, config.num_key_value_heads, capacity, config.head_dim)
-        self.keys = torch.empty(shape, device=device, dtype=dtype)
-        self.values = torch.empty(shape, device=device, dtype=dtype)
+        shape = (2 * config.num_key_value_heads, capacity, config.head_dim)
+        self.both = torch.empty(shape, device=device, dtype=dtype)  # keys, then values
         self.length = 0  # committed rows, which come from the target's features
         self.rows = 0  # rows behind them that belong to the tree under way
 
     @property
+    def keys(self) -> Tensor:
+        return self.both[None, : len(self.both) // 2]
+
+    @property
+    def values(self) -> Tensor:
+        return self.both[None, len(self.both) // 2 :]
+
+    @property
     def capacity(self) -> int:
-        return self.keys.shape[2]
+        return self.both.shape[1]
 
     def reserve(self, capacity: int) -> None:
         """Make room for ``capacity`` rows where there is less; what is held stays."""
         if capacity <= self.capacity:
             return
         held = self.length + self.rows
-        keys, values = (part.new_empty(*part.shape[:2], capacity, part.shape[3]) for part in (self.keys, self.values))
-        keys[:, :, :held], values[:, :, :held] = self.keys[:, :, :held], self.values[:, :, :held]
-        self.keys, self.values = keys, values
+        before = self.both
+        self.both = before.new_empty(len(before), capacity, before.shape[2])
+        self.both[:, :held] = before[:, :held]
 
     def take(self, count: int) -> slice:
         """The next ``count`` rows, to be written; ValueError where there is no room for them."""
@@ -164,8 +171,7 @@ class HeadCache:
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         new = self.take(keys.shape[2])
-        self.keys[:, :, new] = keys
-        self.values[:, :, new] = values
+        self.both[:, new] = torch.cat((keys[0], values[0]))
         return self.keys[:, :, : new.stop], self.values[:, :, : new.stop]
 
     def commit(self) -> None:

@@ -9,6 +9,8 @@ on the same blocks.
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,17 +31,86 @@ CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3F
 Linear = Callable[[Tensor], Tensor]
 
 
+def lean_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """``x [N, in] -> [N, out]`` for lean passes, in the `arithmetic` of the weight's dtype; the weight is packed once."""
+    weight = weight.detach()
+    few = half_linear(weight, bias)
+    if few is None:
+        dtype = arithmetic(weight)
+        return packed_linear(weight.to(dtype), None if bias is None else bias.detach().to(dtype))
+    if weight.dtype == torch.float32 or not packs(weight.dtype):
+        return few
+    # A prompt's many rows wait for the products, not for memory, and this processor has instructions for them.
+    many = functools.partial(F.linear, weight=weight, bias=bias)
+    return lambda x: few(x) if len(x) <= MOST_ROWS else many(x.to(weight.dtype)).float()
+
+
+def arithmetic(weight: Tensor) -> torch.dtype:
+    """Dtype in which lean passes compute with ``weight``: float32 for half precision too where `half_linear` takes it."""
+    half = weight.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if half and weight.device.type == "cpu" and multiplies_halves() else weight.dtype
+
+
+def half_linear(weight: Tensor, bias: Tensor | None = None) -> Linear | None:
+    """``x [N, in] -> float32 [N, out]`` by FBGEMM: the weight lies in memory as float16, products and sums are float32.
+
+    A pass of few rows waits for the weights, which are half as many bytes so, and no instructions for half precision are
+    needed.  Weights in float16 and bfloat16 lose nothing that float32's sums would keep: where they leave float16's range, a
+    power of two brings them into it and is taken out of the sums again.  Float32 weights are taken where that holds for
+    them too, as for models that were published in half precision.
+
+    None for other weights, on other devices, and where torch comes without FBGEMM (elsewhere than on x86).
+    """
+    weight = weight.detach()
+    if weight.device.type != "cpu" or weight.dtype == torch.float64 or not multiplies_halves():
+        return None
+    wide = weight.float()
+    largest = max(abs(float(end)) for end in torch.aminmax(wide))
+    if not math.isfinite(largest):
+        return None
+    scale = 1.0
+    if not _fits_half(wide, largest):
+        scale = 2.0 ** (15 - math.frexp(largest)[1])  # largest * scale lies between 2^14 and 2^15
+        wide = wide * scale
+        if not _fits_half(wide, largest * scale):
+            return None
+    packed = torch.ops.quantized.linear_prepack_fp16(wide, None if bias is None else bias.detach().float() * scale)
+    run = torch.ops.quantized.linear_dynamic_fp16.default
+    if scale == 1.0:
+        return lambda x: run(x if x.dtype == torch.float32 else x.float(), packed)
+    unscale = torch.tensor(1 / scale)
+    return lambda x: run(x.float(), packed).mul_(unscale)
+
+
+def _fits_half(weight: Tensor, largest: float) -> bool:
+    """Whether float16 holds all of ``weight`` but what is less than float32's rounding of the ``largest`` element."""
+    return largest < 65504 and float(weight.half().float().sub_(weight).abs_().max()) <= 2.0**-25 * largest
+
+
+@cache
+def multiplies_halves() -> bool:
+    """Whether torch has FBGEMM's products of float32 rows with float16 weights."""
+    try:
+        packed = torch.ops.quantized.linear_prepack_fp16(torch.eye(16), None)
+        x = torch.arange(32.0).view(2, 16)
+        return torch.equal(torch.ops.quantized.linear_dynamic_fp16(x, packed), x)
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+
+
 def packed_linear(weight: Tensor, bias: Tensor | None = None, rows: int = 4) -> Linear:
     """``x [..., in] -> [..., out]``; on CPUs the weight is packed once for oneDNN, which plain ``linear`` does on every call.
 
     ``rows``: of the passes that the layout is chosen for; others work too.  Half precision on a CPU that has no instructions
-    for it: one row as it is, which takes half of float32's memory traffic; several rows, for which that way costs as many
-    times more, through a packed copy in float32.
+    for it runs by `half_linear`; without that, one row as it is, and several rows, for which that way costs as many times
+    more, through a packed copy in float32.
     """
     weight = weight.detach().contiguous()
     if weight.device.type == "cpu" and weight.dtype != torch.float32 and not packs(weight.dtype):
-        wide = packed_linear(weight.float(), None if bias is None else bias.float(), rows)
         narrow = weight.dtype
+        if (half := half_linear(weight, bias)) is not None:
+            return lambda x: half(x).to(narrow)
+        wide = packed_linear(weight.float(), None if bias is None else bias.float(), rows)
         return lambda x: F.linear(x, weight, bias) if len(x) == 1 else wide(x.float()).to(narrow)
     if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
         try:
@@ -149,10 +220,11 @@ class _Blocks:
         self, layers: Sequence[Any], rotary: Any, *, heads: int, kv_heads: int, head_dim: int, eps: float
     ) -> None:
         self.heads, self.kv_heads, self.head_dim, self.eps = heads, kv_heads, head_dim, eps
+        self.dtype = arithmetic(layers[0].mlp.down_proj.weight)  # of all activations
+        self._floors: dict[int, Tensor] = {}
         self.layers = [self._layer(layer) for layer in layers]
         self._rotary = rotary
         self._turns = torch.empty(0)
-        self._floors: dict[int, Tensor] = {}
 
     def _layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -167,28 +239,30 @@ class _Blocks:
         input_norm = getattr(layer, "input_layernorm", None)
         gate, up = mlp.gate_proj, mlp.up_proj
         return _Layer(
-            attention_norm=None if input_norm is None else input_norm.weight.detach(),
-            qkv=packed_linear(torch.cat((q.weight[q_rows], k.weight[k_rows], v.weight)), biases),
-            out=packed_linear(attention.o_proj.weight, attention.o_proj.bias),
-            query_norm=None if query_norm is None else query_norm.weight.detach()[norm_rows],
-            key_norm=None if key_norm is None else key_norm.weight.detach()[norm_rows],
-            mlp_norm=layer.post_attention_layernorm.weight.detach(),
-            gate_up=packed_linear(
+            attention_norm=None if input_norm is None else self._own(input_norm.weight),
+            qkv=lean_linear(torch.cat((q.weight[q_rows], k.weight[k_rows], v.weight)), biases),
+            out=lean_linear(attention.o_proj.weight, attention.o_proj.bias),
+            query_norm=None if query_norm is None else self._own(query_norm.weight)[norm_rows],
+            key_norm=None if key_norm is None else self._own(key_norm.weight)[norm_rows],
+            mlp_norm=self._own(layer.post_attention_layernorm.weight),
+            gate_up=lean_linear(
                 torch.cat((gate.weight, up.weight)),
                 None if gate.bias is None else torch.cat((gate.bias, up.bias)).detach(),
             ),
-            down=packed_linear(mlp.down_proj.weight, mlp.down_proj.bias),
+            down=lean_linear(mlp.down_proj.weight, mlp.down_proj.bias),
         )
 
     def turns(self, positions: Tensor) -> Tensor:
-        """Rotations ``[N, 1, D/2]``, complex64, for ``positions [N]``."""
+        """Rotations ``[N, (heads + 2 * kv_heads) * D/2]``, complex64, for ``positions [N]``; values are not rotated."""
         reach = int(positions.max()) + 1
         if reach > len(self._turns):
             every = torch.arange(max(256, 2 * reach))
             cos, sin = self._rotary(torch.empty(0, dtype=torch.float32), every[None])
             half = self.head_dim // 2
             self._turns = torch.complex(cos[0, :, :half], sin[0, :, :half])
-        return self._turns[positions][:, None]
+        turns = self._turns.new_ones(len(positions), self.heads + 2 * self.kv_heads, self.head_dim // 2)
+        turns[:, : self.heads + self.kv_heads] = self._turns[positions][:, None]
+        return turns.view(len(positions), -1)
 
     def mask(self, visible: Tensor, total: int, dtype: torch.dtype) -> Tensor | None:
         """Additive ``[groups * N, total]`` for ``visible [N, T]``, the newest T of ``total`` rows; the others are seen by all.
@@ -207,56 +281,49 @@ class _Blocks:
         if x.dtype != torch.float32:
             return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
         # The same in fewer and quicker operations than torch has for it on CPUs.
-        size = x.shape[-1]
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x.mul(weight).div_(torch.hypot(length, self._floor(size)).mul_(size**-0.5))
+        return x.mul(weight).div_(torch.hypot(length, self._floors[x.shape[-1]]))
 
-    def _floor(self, size: int) -> Tensor:
-        """What keeps a row of zeros from a division by zero: sqrt(size * eps)."""
-        if size not in self._floors:
-            self._floors[size] = torch.tensor((size * self.eps) ** 0.5)
-        return self._floors[size]
+    def _own(self, weight: Tensor) -> Tensor:
+        """A norm's weight for `norm`."""
+        weight = weight.detach().to(self.dtype)
+        if self.dtype != torch.float32:
+            return weight
+        size = len(weight)
+        self._floors[size] = torch.tensor((size * self.eps) ** 0.5)  # keeps a row of zeros from a division by zero
+        return weight * size**0.5
 
     def run(
-        self, layer: _Layer, x: Tensor, turns: Tensor, mask: Tensor | None, keys: Tensor, values: Tensor, start: int,
+        self, layer: _Layer, x: Tensor, turns: Tensor, mask: Tensor | None, store: Tensor, keys: Tensor, values: Tensor,
         paths: Paths | None = None,
     ) -> Tensor:  # fmt: skip
-        """One layer over ``x [N, H]``; writes its rows into ``keys``, ``values [kv_heads, capacity, D]`` from ``start``.
+        """One layer over ``x [N, H]``.
 
-        With ``paths`` each row attends to its own path in order of position, whatever other rows there are.
+        Writes its rows into ``store [2 * kv_heads, N, D]``, which are the last ones of ``keys`` and ``values
+        [1, kv_heads, T, D]``, and attends to all of these.  With ``paths`` each row attends to its own path in order of
+        position, whatever other rows there are.
         """
-        n, end = len(x), start + len(x)
-        split = self.heads + self.kv_heads
+        n, split = len(x), self.heads + self.kv_heads
         h = layer.qkv(x if layer.attention_norm is None else self.norm(x, layer.attention_norm))
-        h = h.view(n, -1, self.head_dim)
-        turned = h[:, :split]
         if layer.query_norm is not None and layer.key_norm is not None:
-            turned = torch.cat(
-                (
-                    self.norm(turned[:, : self.heads], layer.query_norm),
-                    self.norm(turned[:, self.heads :], layer.key_norm),
-                ),
-                1,
-            )
-        turned = _turn(turned, turns)
-        keys[:, start:end] = turned[:, self.heads :].transpose(0, 1)
-        values[:, start:end] = h[:, split:].transpose(0, 1)
+            h = h.view(n, -1, self.head_dim)
+            queries, others = self.norm(h[:, : self.heads], layer.query_norm), h[:, split:]
+            h = torch.cat((queries, self.norm(h[:, self.heads : split], layer.key_norm), others), 1).view(n, -1)
+        queries, new = _turn(h, turns).view(n, -1, self.head_dim).split((self.heads, 2 * self.kv_heads), 1)
+        store.copy_(new.transpose(0, 1))
         if paths is not None:
-            queries = turned[:, : self.heads].reshape(n, self.kv_heads, -1, self.head_dim)
-            seen = paths.attend(queries, keys, values)
+            seen = paths.attend(queries.reshape(n, self.kv_heads, -1, self.head_dim), keys[0], values[0])
         elif mask is None:  # one row
-            queries = turned[:, : self.heads].transpose(0, 1)[None]
-            seen = F.scaled_dot_product_attention(
-                queries, keys[None, :, :end], values[None, :, :end], enable_gqa=True
-            ).view(1, -1)
+            queries = queries.view(1, self.kv_heads, -1, self.head_dim)
+            seen = F.scaled_dot_product_attention(queries, keys, values).view(1, -1)
         else:
             # [N, heads, D] -> [1, kv_heads, groups * N, D]
-            queries = turned[:, : self.heads].transpose(0, 1).reshape(1, self.kv_heads, -1, self.head_dim)
-            seen = F.scaled_dot_product_attention(queries, keys[None, :, :end], values[None, :, :end], attn_mask=mask)
+            queries = queries.transpose(0, 1).reshape(1, self.kv_heads, -1, self.head_dim)
+            seen = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
             seen = seen.view(self.heads, n, self.head_dim).transpose(0, 1).reshape(n, -1)
-        x = x + layer.out(seen)
+        x = layer.out(seen).add_(x)
         gate, up = layer.gate_up(self.norm(x, layer.mlp_norm)).chunk(2, -1)
-        return x + layer.down(F.silu(gate).mul_(up))
+        return layer.down(F.silu(gate).mul_(up)).add_(x)
 
 
 class LeanWeights(_Blocks):
@@ -274,11 +341,10 @@ class LeanWeights(_Blocks):
             eps=config.rms_norm_eps,
         )
         self.embedding: Tensor = model.get_input_embeddings().weight
-        self.dtype = self.embedding.dtype
         self.width, self.inner = int(config.hidden_size), int(config.intermediate_size)
-        self.final_norm: Tensor = model.base_model.norm.weight
+        self.final_norm = self._own(model.base_model.norm.weight)
         head = model.get_output_embeddings()
-        self.lm_head = packed_linear(head.weight, head.bias)
+        self.lm_head = lean_linear(head.weight, head.bias)
 
     @cached_property
     def invariant_rows(self) -> int | None:
@@ -294,7 +360,7 @@ class LeanWeights(_Blocks):
         inputs = [torch.randn(MOST_ROWS, width, generator=generator).to(self.dtype) for width in widths]
         outputs = [linear(x) for linear, x in zip(linears, inputs)]
         one_row_alike = self.dtype == torch.float32 or packs(self.dtype)  # see `packed_linear`
-        for step in (1, 2, 4, 8, 16, 32) if one_row_alike else (2, 4, 8, 16, 32):
+        for step in (1, 2, 3, 4, 6, 8, 16, 32) if one_row_alike else (2, 4, 8, 16, 32):
             if all(
                 torch.equal(linear(x[:rows]), y[:rows])
                 for linear, x, y in zip(linears, inputs, outputs)
@@ -317,7 +383,7 @@ class Lean:
         self.weights, self.invariant = weights, invariant
         self.length = 0  # committed rows
         self.capacity = 0
-        self._kv = torch.empty(0)  # [layers, 2, kv_heads, capacity, D]: keys, values
+        self._kv = torch.empty(0)  # [layers, 2 * kv_heads, capacity, D]: keys, then values
 
     @staticmethod
     def refusal(model: Any, *, copies: bool = True) -> str | None:
@@ -345,8 +411,8 @@ class Lean:
         if copies and parameters[0].device.type != "cpu":
             return f"it is on {parameters[0].device.type}, where a second copy of the weights is too dear"
         size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-        if not packs(parameters[0].dtype):
-            size *= 2  # a copy in float32
+        if parameters[0].dtype != torch.float32 and packs(parameters[0].dtype) == multiplies_halves():
+            size *= 2  # neither: a copy in float32; both: one each for few and for many rows
         if copies and (free := available_memory()) is not None and 1.2 * size > free:
             return f"its packed weights need {size >> 20} MB, and {free >> 20} MB are free"
         if any(module._forward_hooks for module in model.modules()):
@@ -362,14 +428,14 @@ class Lean:
             w = self.weights
             self.capacity = capacity
             room = capacity + MOST_ROWS if self.invariant else capacity  # rows of padding lie behind those that count
-            self._kv = torch.empty(len(w.layers), 2, w.kv_heads, room, w.head_dim, dtype=w.dtype)
+            self._kv = torch.empty(len(w.layers), 2 * w.kv_heads, room, w.head_dim, dtype=w.dtype)
 
     def reserve(self, capacity: int) -> None:
         """Make room for ``capacity`` rows where there is less; the committed ones stay."""
         if self.capacity < capacity:
             length, before = self.length, self._kv
             self.reset(capacity)
-            self._kv[..., :length, :] = before[..., :length, :]
+            self._kv[:, :, :length] = before[:, :, :length]
             self.length = length
 
     def truncate(self, length: int) -> None:
@@ -380,7 +446,7 @@ class Lean:
         end = self.length + len(rows)
         if list(rows) != list(range(len(rows))):
             index = torch.tensor(rows) + self.length
-            self._kv[..., self.length : end, :] = self._kv.index_select(3, index)
+            self._kv[:, :, self.length : end] = self._kv.index_select(2, index)
         self.length = end
 
     def forward(
@@ -398,10 +464,14 @@ class Lean:
             paths = Paths(visible, self.length, w.dtype)
         else:
             mask = w.mask(visible, self.length + n, w.dtype)
-        x = F.embedding(token_ids, w.embedding)
+        x = F.embedding(token_ids, w.embedding).to(w.dtype)
         turns = w.turns(positions)
-        for layer, (keys, values) in zip(w.layers, self._kv):
-            x = w.run(layer, x, turns, mask, keys, values, self.length, paths)
+        # Views for all layers at once: what is done between the products of a pass counts.
+        end = self.length + len(x)
+        rows, seen = self._kv[:, :, self.length : end], self._kv[:, None, :, :end]
+        views = rows.unbind(), seen[:, :, : w.kv_heads].unbind(), seen[:, :, w.kv_heads :].unbind()
+        for layer, store, keys, values in zip(w.layers, *views):
+            x = w.run(layer, x, turns, mask, store, keys, values, paths)
         hidden = w.norm(x, w.final_norm)
         if paths is not None:  # all rows' logits are wanted, and padding is part of every product
             return w.lm_head(hidden)[:n], hidden[:n]
@@ -414,7 +484,6 @@ class LeanHead:
     def __init__(self, head: EagleHead) -> None:
         config = head.config
         self.config, self.draft_token_ids = config, head.draft_token_ids
-        self.dtype: torch.dtype = head.dtype
         self._blocks = _Blocks(
             list(head.layers),
             head.rotary_module,
@@ -423,7 +492,8 @@ class LeanHead:
             head_dim=config.head_dim,
             eps=config.rms_norm_eps,
         )
-        self._join = packed_linear(head.fc.weight, head.fc.bias)
+        self.dtype = self._blocks.dtype
+        self._join = lean_linear(head.fc.weight, head.fc.bias)
 
     @staticmethod
     def refusal(head: EagleHead) -> str | None:
@@ -442,18 +512,18 @@ class LeanHead:
 
     def step(self, embeds: Tensor, features: Tensor, positions: Tensor, visible: Tensor, cache: HeadCache) -> Tensor:
         """As `EagleHead.step`."""
-        blocks, start = self._blocks, cache.length + cache.rows
-        cache.take(len(embeds))
-        keys, values = cache.keys[0], cache.values[0]
+        blocks, new = self._blocks, cache.take(len(embeds))
         x = self._join(torch.cat((embeds, features), -1))
-        mask = blocks.mask(visible, start + len(embeds), self.dtype)
-        return blocks.run(blocks.layers[0], x, blocks.turns(positions), mask, keys, values, start)
+        mask = blocks.mask(visible, new.stop, self.dtype)
+        keys, values = cache.keys[:, :, : new.stop], cache.values[:, :, : new.stop]
+        return blocks.run(blocks.layers[0], x, blocks.turns(positions), mask, cache.both[:, new], keys, values)
 
 
 def _turn(x: Tensor, turns: Tensor) -> Tensor:
-    """Rotate the adjacent pairs of ``x [N, heads, D]``, in float32."""
-    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
+    """Rotate the adjacent pairs of ``x [N, 2 * M]`` by ``turns [N, M]``, in float32."""
+    if x.dtype != torch.float32:
+        return _turn(x.float(), turns).to(x.dtype)
+    return (x.view(torch.complex64) * turns).view(torch.float32)
 
 
 __all__ = ["CLASSES", "Lean", "LeanHead", "LeanWeights", "Paths", "available_memory", "packed_linear", "rounded"]

@@ -236,6 +236,8 @@ class Target:
                     raise ValueError(f"row-invariant passes need the lean forward, and {self.why_not_lean}")
                 runs = HuggingFaceForward(model) if self.why_not_lean else Lean(LeanWeights(model), invariant=invariant)
         self._runs: Forward = runs
+        if isinstance(runs, Lean):
+            self.feature_dtype = self.arithmetic
         self._pass_rows = 0  # rows of the last pass that are not committed
 
     def fork(self) -> Target:
@@ -253,6 +255,11 @@ class Target:
     def packed_lm_head(self) -> Linear | None:
         """The LM head with packed weights, where the lean forward has made one."""
         return self._runs.weights.lm_head if isinstance(self._runs, Lean) else None
+
+    @property
+    def arithmetic(self) -> torch.dtype:
+        """Dtype of activations and sums, which need not be that of the weights."""
+        return self._runs.weights.dtype if isinstance(self._runs, Lean) else self.dtype
 
     @property
     def forward_name(self) -> str:

@@ -468,6 +468,13 @@ def _build(kind: Any, data: Any) -> Any:
     return kind(**values)
 
 
+def precision(metadata: Mapping[str, Any]) -> str:
+    """The weights' dtype, and the sums' where that is another: "bfloat16 (sums in float32)"."""
+    dtype = metadata["dtype"]
+    sums = metadata.get("arithmetic", dtype)
+    return str(dtype) if sums == dtype else f"{dtype} (sums in {sums})"
+
+
 def _column(kind: str, name: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, list) or not all(_CHECKS[kind](item) for item in value):
         raise TypeError(f"{name} is not a list of {kind}")
@@ -476,5 +483,5 @@ def _column(kind: str, name: str, value: Any) -> tuple[Any, ...]:
 
 __all__ = [
     "FORMAT", "MAX_JSON_BYTES", "STOPPED", "VERSION", "Decision", "Difference", "LaneTrace", "NextKind", "Origin", "StepTrace",
-    "Trace", "TraceError", "lane_summary",
+    "Trace", "TraceError", "lane_summary", "precision",
 ]  # fmt: skip

@@ -13,8 +13,18 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from eagle2.head import DraftHead, EagleHead, HeadConfig
-from eagle2.lean import Lean, LeanHead, LeanWeights, packed_linear
+from eagle2.lean import (
+    MOST_ROWS,
+    Lean,
+    LeanHead,
+    LeanWeights,
+    half_linear,
+    lean_linear,
+    multiplies_halves,
+    packed_linear,
+)
 from eagle2.target import HuggingFaceForward, Target
+from eagle2.trace import precision
 from eagle2.tree import DraftTree
 from tests.test_target import MODELS, PROMPT, TREE, small
 from tests.tiny import tiny_head, tiny_model
@@ -140,6 +150,7 @@ def test_packed_linear_equals_linear(rows: int) -> None:
 
 def test_half_precision_without_instructions_for_it_runs_rows_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eagle2.lean.packs", lambda dtype: False)
+    monkeypatch.setattr("eagle2.lean.multiplies_halves", lambda: False)
     torch.manual_seed(0)
     weight, bias, x = (torch.randn(*size).bfloat16() for size in ((96, 40), (96,), (5, 40)))
     linear = packed_linear(weight, bias)
@@ -149,6 +160,67 @@ def test_half_precision_without_instructions_for_it_runs_rows_in_float32(monkeyp
     assert LeanWeights(model).invariant_rows == 2
     monkeypatch.setattr("eagle2.lean.available_memory", lambda: 2 * sum(p.numel() * 2 for p in model.parameters()))
     assert "MB are free" in (Lean.refusal(model) or "")
+
+
+needs_fbgemm = pytest.mark.skipif(not multiplies_halves(), reason="torch comes without FBGEMM here")
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("size", [1.0, 1e-6, 3e5], ids=["usual", "tiny", "beyond float16"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_half_weights_are_multiplied_without_loss(dtype: torch.dtype, size: float) -> None:
+    torch.manual_seed(0)
+    if dtype == torch.float16:
+        size = min(size, 1e3)
+    weight, bias = (torch.randn(96, 40) * size).to(dtype).bfloat16().to(dtype), torch.randn(96).to(dtype)
+    weight[0, :5] = torch.tensor([0.0, 3.0, 2.0**-9, 2.0**-17, -(2.0**-20)]) * size
+    weight = weight.to(torch.bfloat16).to(dtype)
+    for rows in (1, 6, 70):
+        x = torch.randn(rows, 40)
+        linear = half_linear(weight, bias)
+        assert linear is not None
+        found, exact = linear(x), nn.functional.linear(x.double(), weight.double(), bias.double())
+        assert found.dtype == torch.float32
+        bound = 40 * 2.0**-24 * (x.abs().double() @ weight.abs().double().T + bias.abs())  # of any order of the sums
+        assert ((found - exact).abs() <= bound).all()
+
+
+@needs_fbgemm
+def test_weights_that_half_precision_would_change_are_not_stored_in_it() -> None:
+    weight = torch.ones(16, 16)
+    assert half_linear(weight) is not None
+    for odd in (1 + 2.0**-12, float("inf"), float("nan")):
+        weight[3, 4] = odd
+        assert half_linear(weight) is None
+        if odd < 2:  # what runs instead knows the difference
+            assert float(lean_linear(weight)(torch.eye(16))[4, 3]) == odd
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_are_run_in_float32_and_equal_the_model_in_float32(dtype: torch.dtype) -> None:
+    """Nothing but the weights is rounded, so both lanes agree as they do in float32, and with ``generate`` in float32."""
+    model = tiny_model().to(dtype)
+    mine, theirs = Target(model), Target(copy.deepcopy(model).float(), lean=False)
+    assert (mine.dtype, mine.arithmetic, mine.fork().feature_dtype) == (dtype, torch.float32, torch.float32)
+    said = {"dtype": str(dtype).split(".")[-1], "arithmetic": "float32"}
+    assert precision(said) == f"{said['dtype']} (sums in float32)"
+    assert precision({"dtype": "float32"} | {"arithmetic": "float32"}) == precision({"dtype": "float32"}) == "float32"
+    for one, other in zip(run(mine), run(theirs), strict=True):
+        for found, expected in zip(one, other):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    head = tiny_head(model).to(dtype)
+    assert LeanHead(head).dtype == torch.float32
+
+
+@needs_fbgemm
+def test_many_rows_use_the_processors_instructions_for_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagle2.lean.packs", lambda dtype: True)
+    torch.manual_seed(0)
+    weight, x = torch.randn(96, 40).bfloat16(), torch.randn(MOST_ROWS + 1, 40)
+    linear = lean_linear(weight)
+    assert torch.equal(linear(x), nn.functional.linear(x.bfloat16(), weight).float())
+    torch.testing.assert_close(linear(x[1:]), nn.functional.linear(x[1:], weight.float()))
 
 
 def test_weights_are_those_of_the_model_at_that_time() -> None:
@@ -237,6 +309,8 @@ def test_row_invariant_passes_give_each_row_the_same_bits_alone_and_in_a_tree(
     name: str, length: int, dtype: torch.dtype
 ) -> None:
     model = made(name).to(dtype)
+    if dtype != torch.float32 and LeanWeights(model).invariant_rows is None:
+        pytest.skip("this processor's kernels for half precision do not allow it")
     target = Target(model, invariant=True)
     prompt = [3 + i % 60 for i in range(length)]
     other = target.fork()

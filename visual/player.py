@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-from eagle2.trace import StepTrace, Trace
+from eagle2.trace import StepTrace, Trace, precision
 from visual import compare, lessons, race, tree, views, why
 from visual.theme import PALETTES, SIZES, css_variables, glyphs, label, plain
 
@@ -201,7 +201,7 @@ def facts(trace: Trace) -> tuple[tuple[str, str], ...]:
         ("model", meta["target"]),
         ("draft head", meta["head"]),
         ("device", f"{meta['device']}, {meta['threads']} thread{'s' * (meta['threads'] != 1)}"),
-        ("dtype", meta["dtype"]),
+        ("dtype", precision(meta)),
         ("tree", f"{shape.get('kind', '?')}, {_tree_size(shape)}"),
         ("decoding", how),
         ("forward", meta.get("forward", "")),

@@ -457,12 +457,16 @@ def difference(trace: Trace) -> DifferenceInfo:
         )
     elif gap is not None:
         said += (
-            f" The target's logits of these two are {gap:.2g} apart. Near 0 the rounding of {plain(str(trace.metadata['dtype']))}"
+            f" The target's logits of these two are {gap:.2g} apart. Near 0 the rounding of {plain(_arithmetic(trace))}"
             " decided, since a pass over a tree adds up in another order; a wide gap would be a fault."
         )
     elif state == "differs":
         said += " The gap of the target's logits there was not recorded."
     return DifferenceInfo(state, index, one, other, gap, said)
+
+
+def _arithmetic(trace: Trace) -> str:
+    return str(trace.metadata.get("arithmetic", trace.metadata["dtype"]))
 
 
 def outcome(trace: Trace) -> str:
