@@ -62,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     "stages": {"corpus", "engine", "evaluate", "head", "models", "recipe", "stats", "train"},
     "replay": {"corpus", "models", "target", "tree", "verify"},
     "evaluate": {"corpus", "engine", "generate", "models", "replay"},
-    "bench": {"corpus", "cost", "engine", "evaluate", "generate", "lookup", "race", "verify"},
+    "bench": {"corpus", "cost", "engine", "evaluate", "generate", "lookup", "race", "trace", "verify"},
     "export": {"head", "models"},
     "__init__": set(),
     "__main__": {
