@@ -158,7 +158,7 @@ class Engine:
     ``full_vocabulary``: draft over all of the target's tokens even if the head comes with a reduced vocabulary.
     ``costs`` serve automatic trees: a cost model, "auto" (measured here, or read from the cache folder, when first
     needed), "measure" (measured now, whatever the cache holds) or None (automatic trees are refused).
-    ``row_invariant``: see `Target`; in half precision on a CPU both lanes then hardly ever part.
+    ``row_invariant``: see `Target`; where sums are in half precision (not on x86 CPUs) both lanes then hardly ever part.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 It takes the weights of a loaded Llama, Mistral (without sliding window), Qwen2 or Qwen3 and runs one sequence: fused
 query-key-value and gate-up products, grouped-query attention without repeated keys, rotary embedding as one complex
-product, a preallocated KV cache that commits all layers at once, and on CPUs oneDNN's packed weights.  `Lean.refusal`
+product, a preallocated KV cache that commits all layers at once, and weights packed for FBGEMM or oneDNN.  `Lean.refusal`
 says which models it cannot run; those go through the generic adapter in `eagle2.target`.  `LeanHead` runs an `EagleHead`
 on the same blocks.
 """
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from .head import EagleHead, HeadCache
 
 ROPE_TYPES = ("default", "linear", "llama3")  # angles that depend on the position alone
-MOST_ROWS = 64  # of passes that `LeanWeights.invariant_rows` is found for
+MOST_ROWS = 64  # of a tree's pass, for the choice of kernels; those of a prompt may have more
 CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 Linear = Callable[[Tensor], Tensor]
@@ -70,7 +70,8 @@ def half_linear(weight: Tensor, bias: Tensor | None = None) -> Linear | None:
         return None
     scale = 1.0
     if not _fits_half(wide, largest):
-        scale = 2.0 ** (15 - math.frexp(largest)[1])  # largest * scale lies between 2^14 and 2^15
+        # Largest * scale lies between 2^14 and 2^15; the bound keeps a bias within float32.
+        scale = 2.0 ** min(15 - math.frexp(largest)[1], 96)
         wide = wide * scale
         if not _fits_half(wide, largest * scale):
             return None
@@ -526,4 +527,7 @@ def _turn(x: Tensor, turns: Tensor) -> Tensor:
     return (x.view(torch.complex64) * turns).view(torch.float32)
 
 
-__all__ = ["CLASSES", "Lean", "LeanHead", "LeanWeights", "Paths", "available_memory", "packed_linear", "rounded"]
+__all__ = [
+    "CLASSES", "Lean", "LeanHead", "LeanWeights", "Paths", "arithmetic", "available_memory", "half_linear", "lean_linear",
+    "packed_linear", "rounded",
+]  # fmt: skip
