@@ -105,7 +105,7 @@ def test_long_prompts_are_prefilled_as_if_decoded(target: tuple[Any, Any]) -> No
     generator = CorpusGenerator(model, tokenizer, config)
     generator.passages.extend(f"Word {number} is here." for number in range(20))
     with contextlib.closing(generator.run()) as conversations:
-        made = list(itertools.islice(conversations, 12))
+        made = list(itertools.islice(conversations, 5))
     assert {item.kind for item in made} <= {"article", "completion", "problem"}
     prefilled = [item for item in made if item.answer_start - len(generator.prefix) > PREFILL_TOKENS]
     assert len(prefilled) >= 4
