@@ -470,6 +470,7 @@ def _gallery(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from . import gallery
+    from .trace import precision
 
     folder = Path(args.folder) if args.folder else gallery.FOLDER
     entries = gallery.chosen(gallery.read_index(folder / gallery.INDEX), args.only)
@@ -491,7 +492,7 @@ def _gallery(args: argparse.Namespace) -> None:
         return
     print(gallery.table(rows))
     meta = recording.trace.metadata
-    print(f"{meta['target']}, head {meta['head']}, {meta['dtype']} on {meta['device']}, {meta['threads']} threads")
+    print(f"{meta['target']}, head {meta['head']}, {precision(meta)} on {meta['device']}, {meta['threads']} threads")
 
 
 def _models(args: argparse.Namespace) -> None:

@@ -31,7 +31,7 @@ FORMAT, VERSION = "eagle2-calibration", 2
 CONTEXT = 200  # committed tokens while measuring
 LAYERS = 4  # of the deep one of the two drafts whose difference is that of the passes
 Points = tuple[tuple[int, ...], tuple[int, ...]]  # rows of target passes, rows of draft passes
-# The first for which the budget suffices, else the last.  6 and 12: AVX2's kernels take rows in blocks of six, so that the
+# The first for which the budget suffices, else the last.  6, 7 and 12: AVX2's kernels take rows in blocks of six, so that the
 # costs of the trees that matter most here rise in steps.
 ROWS: tuple[Points, ...] = (
     ((1, 2, 4, 6, 7, 8, 12, 16, 24, 32, 48, 64), (1, 2, 4, 8, 10, 16)),

@@ -171,7 +171,8 @@ class HeadCache:
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         new = self.take(keys.shape[2])
-        self.both[:, new] = torch.cat((keys[0], values[0]))
+        self.keys[:, :, new] = keys
+        self.values[:, :, new] = values
         return self.keys[:, :, : new.stop], self.values[:, :, : new.stop]
 
     def commit(self) -> None:

@@ -9,12 +9,11 @@ on the same blocks.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def lean_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     if weight.dtype == torch.float32 or not packs(weight.dtype):
         return few
     # A prompt's many rows wait for the products, not for memory, and this processor has instructions for them.
-    many = functools.partial(F.linear, weight=weight, bias=bias)
+    many = partial(F.linear, weight=weight, bias=bias)
     return lambda x: few(x) if len(x) <= MOST_ROWS else many(x.to(weight.dtype)).float()
 
 
@@ -78,7 +77,7 @@ def half_linear(weight: Tensor, bias: Tensor | None = None) -> Linear | None:
     packed = torch.ops.quantized.linear_prepack_fp16(wide, None if bias is None else bias.detach().float() * scale)
     run = torch.ops.quantized.linear_dynamic_fp16.default
     if scale == 1.0:
-        return lambda x: run(x if x.dtype == torch.float32 else x.float(), packed)
+        return lambda x: run(x.float(), packed)
     unscale = torch.tensor(1 / scale)
     return lambda x: run(x.float(), packed).mul_(unscale)
 

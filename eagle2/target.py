@@ -221,7 +221,6 @@ class Target:
         self.lm_head = model.get_output_embeddings()
         self.feature_device = runs_on(self.lm_head)  # of features; the draft head belongs there too
         weight = self.lm_head.weight
-        self.feature_dtype: torch.dtype = weight.dtype if weight.is_floating_point() else self.dtype
         # A quantized layer's weight may be packed: its shape says nothing.
         self.hidden_size = int(getattr(self.lm_head, "in_features", weight.shape[-1]))
         self.vocab_size = int(getattr(self.lm_head, "out_features", weight.shape[0]))
@@ -236,8 +235,8 @@ class Target:
                     raise ValueError(f"row-invariant passes need the lean forward, and {self.why_not_lean}")
                 runs = HuggingFaceForward(model) if self.why_not_lean else Lean(LeanWeights(model), invariant=invariant)
         self._runs: Forward = runs
-        if isinstance(runs, Lean):
-            self.feature_dtype = self.arithmetic
+        of_head = weight.dtype if weight.is_floating_point() else self.dtype
+        self.feature_dtype: torch.dtype = self.arithmetic if isinstance(runs, Lean) else of_head
         self._pass_rows = 0  # rows of the last pass that are not committed
 
     def fork(self) -> Target:

@@ -470,9 +470,13 @@ def _build(kind: Any, data: Any) -> Any:
 
 def precision(metadata: Mapping[str, Any]) -> str:
     """The weights' dtype, and the sums' where that is another: "bfloat16 (sums in float32)"."""
-    dtype = metadata["dtype"]
-    sums = metadata.get("arithmetic", dtype)
-    return str(dtype) if sums == dtype else f"{dtype} (sums in {sums})"
+    dtype, sums = str(metadata["dtype"]), arithmetic(metadata)
+    return dtype if sums == dtype else f"{dtype} (sums in {sums})"
+
+
+def arithmetic(metadata: Mapping[str, Any]) -> str:
+    """The sums' dtype: the weights' where a recording names no other."""
+    return str(metadata.get("arithmetic", metadata["dtype"]))
 
 
 def _column(kind: str, name: str, value: Any) -> tuple[Any, ...]:
@@ -483,5 +487,5 @@ def _column(kind: str, name: str, value: Any) -> tuple[Any, ...]:
 
 __all__ = [
     "FORMAT", "MAX_JSON_BYTES", "STOPPED", "VERSION", "Decision", "Difference", "LaneTrace", "NextKind", "Origin", "StepTrace",
-    "Trace", "TraceError", "lane_summary", "precision",
+    "Trace", "TraceError", "arithmetic", "lane_summary", "precision",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import plotly.graph_objects as go
 
-from eagle2.trace import STOPPED, LaneTrace, Trace
+from eagle2.trace import STOPPED, LaneTrace, Trace, arithmetic
 from visual.theme import LIGHT, PALETTES, SANS, Palette, count, glyphs, isolate, plain
 
 LAYERS = ("autoregressive", "eagle2", "clock", "now-autoregressive", "now-eagle2")
@@ -457,16 +457,12 @@ def difference(trace: Trace) -> DifferenceInfo:
         )
     elif gap is not None:
         said += (
-            f" The target's logits of these two are {gap:.2g} apart. Near 0 the rounding of {plain(_arithmetic(trace))}"
+            f" The target's logits of these two are {gap:.2g} apart. Near 0 the rounding of {plain(arithmetic(trace.metadata))}"
             " decided, since a pass over a tree adds up in another order; a wide gap would be a fault."
         )
     elif state == "differs":
         said += " The gap of the target's logits there was not recorded."
     return DifferenceInfo(state, index, one, other, gap, said)
-
-
-def _arithmetic(trace: Trace) -> str:
-    return str(trace.metadata.get("arithmetic", trace.metadata["dtype"]))
 
 
 def outcome(trace: Trace) -> str:
