@@ -159,6 +159,7 @@ class Engine:
     ``costs`` serve automatic trees: a cost model, "auto" (measured here, or read from the cache folder, when first
     needed), "measure" (measured now, whatever the cache holds) or None (automatic trees are refused).
     ``row_invariant``: see `Target`; where sums are in half precision (not on x86 CPUs) both lanes then hardly ever part.
+    Native passes (`eagle2.native`) are so without being asked, at no cost.
     """
 
     def __init__(
@@ -166,7 +167,6 @@ class Engine:
         costs: Costs = "auto", row_invariant: bool = False,
     ) -> None:  # fmt: skip
         self.target = Target(model, invariant=row_invariant)
-        self.row_invariant = row_invariant
         self.model_settings = settings_in_force(model)  # penalties and bans of the model's generation config
         self.head = head.to(self.target.feature_device)
         self.tokenizer, self.name, self.head_name = tokenizer, name, head_name
@@ -222,7 +222,6 @@ class Engine:
             if not self._may_measure:
                 raise ValueError("an automatic tree needs a cost model, and this engine was loaded without one")
             key = machine_key(self.target, self._draft_head, self.vocabulary, name=self.name, head_name=self.head_name)
-            key["row_invariant"] = self.row_invariant
             self.costs = calibrated(key, lambda: calibrate(self.target, self._draft_head, self.vocabulary), force=force)
         return self.costs
 
@@ -288,7 +287,7 @@ class Engine:
             "device": _device_name(self.target.device),
             "threads": torch.get_num_threads(),
             "forward": self.target.forward_name,
-            "row_invariant": self.row_invariant,
+            "row_invariant": self.target.row_invariant,
             **({} if self._on_device is None else {"draft_forward": str(self._on_device.status)}),
             **settings.describe(),
             **({"generation_config": describe(self.model_settings)} if self.model_settings else {}),

@@ -2,9 +2,10 @@
 
 It takes the weights of a loaded Llama, Mistral (without sliding window), Qwen2 or Qwen3 and runs one sequence: fused
 query-key-value and gate-up products, grouped-query attention without repeated keys, rotary embedding as one complex
-product, a preallocated KV cache that commits all layers at once, and weights packed for FBGEMM or oneDNN.  `Lean.refusal`
-says which models it cannot run; those go through the generic adapter in `eagle2.target`.  `LeanHead` runs an `EagleHead`
-on the same blocks.
+product, a preallocated KV cache that commits all layers at once, and packed weights.  Where `eagle2.native` compiles, all
+layers of a pass are one call into it; else they are torch's operations, with weights packed for FBGEMM or oneDNN.
+`Lean.refusal` says which models it cannot run; those go through the generic adapter in `eagle2.target`.  `LeanHead` runs an
+`EagleHead` on the same blocks.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .head import EagleHead, HeadCache
+from .native import NativeLayers, NativeLinear, library
 
 ROPE_TYPES = ("default", "linear", "llama3")  # angles that depend on the position alone
 MOST_ROWS = 64  # of a tree's pass, for the choice of kernels; those of a prompt may have more
@@ -33,15 +35,25 @@ Linear = Callable[[Tensor], Tensor]
 def lean_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """``x [N, in] -> [N, out]`` for lean passes, in the `arithmetic` of the weight's dtype; the weight is packed once."""
     weight = weight.detach()
-    few = half_linear(weight, bias)
+    half = weight.dtype != torch.float32
+    few, many = half_linear(weight, bias), None
     if few is None:
         dtype = arithmetic(weight)
-        return packed_linear(weight.to(dtype), None if bias is None else bias.detach().to(dtype))
-    if weight.dtype == torch.float32 or not packs(weight.dtype):
+        weight, bias = weight.to(dtype), None if bias is None else bias.detach().to(dtype)
+        if dtype != torch.float32 or weight.device.type != "cpu" or (native := library()) is None:
+            return packed_linear(weight, bias)
+        few, many = NativeLinear(native, weight, bias), partial(F.linear, weight=weight, bias=bias)
+    elif half and packs(weight.dtype):
+        # A prompt's many rows wait for the products, not for memory, and this processor has instructions for them.
+        many = partial(_linear_in_half, weight, bias)
+    if isinstance(few, NativeLinear):  # stays what it is, for the layers that run in one piece
+        few.many = many
         return few
-    # A prompt's many rows wait for the products, not for memory, and this processor has instructions for them.
-    many = partial(F.linear, weight=weight, bias=bias)
-    return lambda x: few(x) if len(x) <= MOST_ROWS else many(x.to(weight.dtype)).float()
+    return few if many is None else lambda x: few(x) if len(x) <= MOST_ROWS else many(x)
+
+
+def _linear_in_half(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    return F.linear(x.to(weight.dtype), weight, bias).float()
 
 
 def arithmetic(weight: Tensor) -> torch.dtype:
@@ -51,14 +63,15 @@ def arithmetic(weight: Tensor) -> torch.dtype:
 
 
 def half_linear(weight: Tensor, bias: Tensor | None = None) -> Linear | None:
-    """``x [N, in] -> float32 [N, out]`` by FBGEMM: the weight lies in memory as float16, products and sums are float32.
+    """``x [N, in] -> float32 [N, out]``: the weight lies in memory as float16, products and sums are float32.
 
+    By `eagle2.native`, else by FBGEMM.
     A pass of few rows waits for the weights, which are half as many bytes so, and no instructions for half precision are
     needed.  Weights in float16 and bfloat16 lose nothing that float32's sums would keep: where they leave float16's range, a
     power of two brings them into it and is taken out of the sums again.  Float32 weights are taken where that holds for
     them too, as for models that were published in half precision.
 
-    None for other weights, on other devices, and where torch comes without FBGEMM (elsewhere than on x86).
+    None for other weights, on other devices, and where there is neither (elsewhere than on x86).
     """
     weight = weight.detach()
     if weight.device.type != "cpu" or weight.dtype == torch.float64 or not multiplies_halves():
@@ -74,6 +87,8 @@ def half_linear(weight: Tensor, bias: Tensor | None = None) -> Linear | None:
         wide = wide * scale
         if not _fits_half(wide, largest * scale):
             return None
+    if (native := library()) is not None:
+        return NativeLinear(native, wide.half(), bias, 1 / scale)
     packed = torch.ops.quantized.linear_prepack_fp16(wide, None if bias is None else bias.detach().float() * scale)
     run = torch.ops.quantized.linear_dynamic_fp16.default
     if scale == 1.0:
@@ -89,7 +104,9 @@ def _fits_half(weight: Tensor, largest: float) -> bool:
 
 @cache
 def multiplies_halves() -> bool:
-    """Whether torch has FBGEMM's products of float32 rows with float16 weights."""
+    """Whether there are products of float32 rows with float16 weights: our own, or FBGEMM's in torch."""
+    if library() is not None:
+        return True
     try:
         packed = torch.ops.quantized.linear_prepack_fp16(torch.eye(16), None)
         x = torch.arange(32.0).view(2, 16)
@@ -225,6 +242,9 @@ class _Blocks:
         self.layers = [self._layer(layer) for layer in layers]
         self._rotary = rotary
         self._turns = torch.empty(0)
+        self.native: NativeLayers | None = None
+        if NativeLayers.refusal(self.layers, head_dim) is None:
+            self.native = NativeLayers(self.layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim, eps=eps)
 
     def _layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -253,15 +273,19 @@ class _Blocks:
         )
 
     def turns(self, positions: Tensor) -> Tensor:
-        """Rotations ``[N, (heads + 2 * kv_heads) * D/2]``, complex64, for ``positions [N]``; values are not rotated."""
+        """Rotations ``[N, D/2]``, complex64, for ``positions [N]``."""
         reach = int(positions.max()) + 1
         if reach > len(self._turns):
             every = torch.arange(max(256, 2 * reach))
             cos, sin = self._rotary(torch.empty(0, dtype=torch.float32), every[None])
             half = self.head_dim // 2
             self._turns = torch.complex(cos[0, :, :half], sin[0, :, :half])
-        turns = self._turns.new_ones(len(positions), self.heads + 2 * self.kv_heads, self.head_dim // 2)
-        turns[:, : self.heads + self.kv_heads] = self._turns[positions][:, None]
+        return self._turns[positions]
+
+    def all_turns(self, positions: Tensor) -> Tensor:
+        """Rotations ``[N, (heads + 2 * kv_heads) * D/2]``, complex64, of a row of `qkv`; values are not rotated."""
+        turns = torch.ones(len(positions), self.heads + 2 * self.kv_heads, self.head_dim // 2, dtype=torch.complex64)
+        turns[:, : self.heads + self.kv_heads] = self.turns(positions)[:, None]
         return turns.view(len(positions), -1)
 
     def mask(self, visible: Tensor, total: int, dtype: torch.dtype) -> Tensor | None:
@@ -378,7 +402,7 @@ class Lean:
         kernels round differently for each number of rows, the lanes of a race hardly ever part.  ValueError
         where this processor's kernels do not allow it.
         """
-        if invariant and weights.invariant_rows is None:
+        if invariant and weights.native is None and weights.invariant_rows is None:
             raise ValueError("a row's products depend on the other rows here, however they are padded")
         self.weights, self.invariant = weights, invariant
         self.length = 0  # committed rows
@@ -419,6 +443,11 @@ class Lean:
             return "it has forward hooks"
         return None
 
+    @property
+    def row_invariant(self) -> bool:
+        """Whether a row's result does not depend on the other rows; native passes are so in any case."""
+        return self.invariant or self.weights.native is not None
+
     def fork(self) -> Lean:
         return Lean(self.weights, invariant=self.invariant)
 
@@ -427,7 +456,8 @@ class Lean:
         if self.capacity < capacity:
             w = self.weights
             self.capacity = capacity
-            room = capacity + MOST_ROWS if self.invariant else capacity  # rows of padding lie behind those that count
+            padded = self.invariant and w.native is None
+            room = capacity + MOST_ROWS if padded else capacity  # rows of padding lie behind those that count
             self._kv = torch.empty(len(w.layers), 2 * w.kv_heads, room, w.head_dim, dtype=w.dtype)
 
     def reserve(self, capacity: int) -> None:
@@ -455,6 +485,12 @@ class Lean:
         """``token_ids [N]``, ``visible [N, N]`` -> logits of the last ``logit_rows`` rows and hidden ``[N, H]``."""
         w = self.weights
         n = len(token_ids)
+        if w.native is not None and (logit_rows == n or n <= MOST_ROWS or not w.native.few_only):
+            x = F.embedding(token_ids, w.embedding).float()
+            w.native.run(x, w.turns(positions), visible, self._kv, self.length + n)
+            hidden = w.norm(x, w.final_norm)
+            lm_head = w.lm_head.few if isinstance(w.lm_head, NativeLinear) else w.lm_head
+            return lm_head(hidden[-logit_rows:]) if logit_rows else None, hidden
         mask = paths = None
         if self.invariant and logit_rows == n:  # prompts run in the same chunks in both lanes anyway
             padding = rounded(n, w.invariant_rows or 1) - n
@@ -465,7 +501,7 @@ class Lean:
         else:
             mask = w.mask(visible, self.length + n, w.dtype)
         x = F.embedding(token_ids, w.embedding).to(w.dtype)
-        turns = w.turns(positions)
+        turns = w.all_turns(positions)
         # Views for all layers at once: what is done between the products of a pass counts.
         end = self.length + len(x)
         rows, seen = self._kv[:, :, self.length : end], self._kv[:, None, :, :end]
@@ -514,9 +550,12 @@ class LeanHead:
         """As `EagleHead.step`."""
         blocks, new = self._blocks, cache.take(len(embeds))
         x = self._join(torch.cat((embeds, features), -1))
+        if blocks.native is not None and (len(x) <= MOST_ROWS or not blocks.native.few_only):
+            blocks.native.run(x, blocks.turns(positions), visible, cache.both[None], new.stop)
+            return x
         mask = blocks.mask(visible, new.stop, self.dtype)
         keys, values = cache.keys[:, :, : new.stop], cache.values[:, :, : new.stop]
-        return blocks.run(blocks.layers[0], x, blocks.turns(positions), mask, cache.both[:, new], keys, values)
+        return blocks.run(blocks.layers[0], x, blocks.all_turns(positions), mask, cache.both[:, new], keys, values)
 
 
 def _turn(x: Tensor, turns: Tensor) -> Tensor:

@@ -262,10 +262,17 @@ class Target:
 
     @property
     def forward_name(self) -> str:
-        """ "transformers", "lean", or "graphs" (with the reason, where there should be graphs and are none)."""
+        """ "transformers", "lean", "native" (lean, all layers in C), or "graphs" (or the reason why there are none)."""
         if isinstance(self._runs, GraphForward):
             return self._runs.name
-        return "transformers" if self.why_not_lean else "lean"
+        if isinstance(self._runs, Lean):
+            return "lean" if self._runs.weights.native is None else "native"
+        return "transformers"
+
+    @property
+    def row_invariant(self) -> bool:
+        """Whether a row's result does not depend on how many ride along."""
+        return isinstance(self._runs, Lean) and self._runs.row_invariant
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's own token embeddings ``[..., H]``."""

@@ -365,15 +365,17 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
 def test_the_key_names_all_that_costs_depend_on(engine: Engine) -> None:
     key = machine_key(engine.target, engine.head, engine.vocabulary, name="tiny", head_name="h")
     assert json.loads(json.dumps(key)) == key
-    assert (key["model"], key["head"], key["lean"], key["dtype"], key["draft_vocab"]) == (
+    assert (key["model"], key["head"], key["lean_head"], key["dtype"], key["draft_vocab"]) == (
         "tiny",
         "h",
-        [True, False],
+        False,
         "float32",
         259,
     )
+    assert (key["forward"], key["row_invariant"]) == (engine.target.forward_name, engine.target.row_invariant)
     plain = Target(engine.target.model, lean=False)
-    assert machine_key(plain, LeanHead(engine.head), engine.vocabulary, name="", head_name="")["lean"] == [False, True]
+    other = machine_key(plain, LeanHead(engine.head), engine.vocabulary, name="", head_name="")
+    assert (other["forward"], other["lean_head"], other["row_invariant"]) == ("transformers", True, False)
     assert key["device"].startswith("cpu ")
     assert {"threads", "torch", "eagle2", "shape"} <= set(key)
 

@@ -244,7 +244,7 @@ def test_weights_are_the_models_own() -> None:
 def test_it_is_taken_on_gpus_for_the_models_that_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     assert GraphForward.refusal(model) == "it is on cpu, where there are no CUDA graphs"
-    assert Target(model).forward_name == "lean"
+    assert Target(model).forward_name in ("lean", "native")
     assert Target(model, lean=False).forward_name == "transformers"
     # What the CPU's lean forward refuses for its copies is no reason here; what it cannot run is.
     monkeypatch.setattr("eagle2.lean.available_memory", lambda: 1 << 10)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from eagle2.lean import (
     multiplies_halves,
     packed_linear,
 )
+from eagle2.native import library
 from eagle2.target import HuggingFaceForward, Target
 from eagle2.trace import precision
 from eagle2.tree import DraftTree
@@ -41,6 +42,19 @@ MORE = {
         LlamaConfig, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     ),
 }  # fmt: skip
+
+
+@pytest.fixture(params=["native", "torch"], autouse=True)
+def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """All of it with `eagle2.native`, where this machine can compile it, and without."""
+    wanted: bool = request.param == "native"
+    if not wanted:
+        monkeypatch.setattr("eagle2.lean.library", lambda: None)
+    elif library() is None:
+        pytest.skip("no native code here; test_native says whether there should be")
+    multiplies_halves.cache_clear()
+    yield wanted
+    multiplies_halves.cache_clear()
 
 
 def made(name: str) -> Any:
@@ -64,10 +78,12 @@ def run(target: Target) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *MORE])
-def test_passes_equal_the_models_own(name: str) -> None:
+def test_passes_equal_the_models_own(name: str, native: bool) -> None:
     model = made(name)
     lean, own = Target(model), Target(model, lean=False)
     assert isinstance(lean._runs, Lean)
+    assert (lean.forward_name, lean.row_invariant) == (("native", True) if native else ("lean", False))
+    assert not own.row_invariant
     assert isinstance(own._runs, HuggingFaceForward)
     for mine, theirs in zip(run(lean), run(own), strict=True):
         for one, other in zip(mine, theirs):
@@ -162,10 +178,13 @@ def test_half_precision_without_instructions_for_it_runs_rows_in_float32(monkeyp
     assert "MB are free" in (Lean.refusal(model) or "")
 
 
-needs_fbgemm = pytest.mark.skipif(not multiplies_halves(), reason="torch comes without FBGEMM here")
+@pytest.fixture
+def halves() -> None:
+    if not multiplies_halves():
+        pytest.skip("neither native code nor FBGEMM here")
 
 
-@needs_fbgemm
+@pytest.mark.usefixtures("halves")
 @pytest.mark.parametrize("size", [1.0, 1e-6, 3e5], ids=["usual", "tiny", "beyond float16"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_half_weights_are_multiplied_without_loss(dtype: torch.dtype, size: float) -> None:
@@ -185,7 +204,7 @@ def test_half_weights_are_multiplied_without_loss(dtype: torch.dtype, size: floa
         assert ((found - exact).abs() <= bound).all()
 
 
-@needs_fbgemm
+@pytest.mark.usefixtures("halves")
 def test_weights_that_half_precision_would_change_are_not_stored_in_it() -> None:
     weight = torch.ones(16, 16)
     assert half_linear(weight) is not None
@@ -196,7 +215,7 @@ def test_weights_that_half_precision_would_change_are_not_stored_in_it() -> None
             assert float(lean_linear(weight)(torch.eye(16))[4, 3]) == odd
 
 
-@needs_fbgemm
+@pytest.mark.usefixtures("halves")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_models_are_run_in_float32_and_equal_the_model_in_float32(dtype: torch.dtype) -> None:
     """Nothing but the weights is rounded, so both lanes agree as they do in float32, and with ``generate`` in float32."""
@@ -213,7 +232,7 @@ def test_half_precision_models_are_run_in_float32_and_equal_the_model_in_float32
     assert LeanHead(head).dtype == torch.float32
 
 
-@needs_fbgemm
+@pytest.mark.usefixtures("halves")
 def test_many_rows_use_the_processors_instructions_for_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eagle2.lean.packs", lambda dtype: True)
     torch.manual_seed(0)
@@ -306,12 +325,13 @@ def test_after_the_prompt_only_the_last_rows_logits_are_computed() -> None:
     ("name", "length"), [("llama", 70), ("qwen3", 62)]
 )  # 62: the tree lies across a multiple of 64
 def test_row_invariant_passes_give_each_row_the_same_bits_alone_and_in_a_tree(
-    name: str, length: int, dtype: torch.dtype
+    name: str, length: int, dtype: torch.dtype, native: bool
 ) -> None:
     model = made(name).to(dtype)
-    if dtype != torch.float32 and LeanWeights(model).invariant_rows is None:
+    if not native and dtype != torch.float32 and LeanWeights(model).invariant_rows is None:
         pytest.skip("this processor's kernels for half precision do not allow it")
-    target = Target(model, invariant=True)
+    target = Target(model, invariant=not native)  # native passes are so without being asked
+    assert target.row_invariant
     prompt = [3 + i % 60 for i in range(length)]
     other = target.fork()
     other.prefill(prompt, 128)
@@ -339,6 +359,7 @@ def test_row_invariant_passes_equal_the_models_own() -> None:
 def test_padding_makes_up_for_kernels_that_differ_by_the_number_of_rows() -> None:
     """As on processors that run 1 to 3 rows by another kernel than 4 and more."""
     weights = LeanWeights(made("llama"))
+    weights.native = None
     plain = weights.lm_head
     weights.lm_head = lambda x: plain(x) if len(x) % 4 == 0 else plain(x) + 1e-3
     assert weights.invariant_rows == 4
@@ -353,6 +374,7 @@ def test_padding_makes_up_for_kernels_that_differ_by_the_number_of_rows() -> Non
     assert (one.shape, three.shape) == ((1, 96), (3, 96))
     assert torch.equal(one[0], three[0])
     never = LeanWeights(made("llama"))
+    never.native = None
     never.lm_head = lambda x: plain(x) + len(x)
     with pytest.raises(ValueError, match="depend on the other rows"):
         Lean(never, invariant=True)

@@ -1,0 +1,287 @@
+"""The lean forward's products, and whole layers over a few rows, in C (``native.c``), where this machine can compile it.
+
+Compiled once, by the C compiler that is there, for the processor that is there, into the cache folder.  Where that cannot
+be done (no compiler, another processor than x86-64 with AVX2, another system than Linux) `library` is None and everything
+runs on torch's operations.  ``EAGLE2_NATIVE=0`` asks for that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+from torch.nn import functional as F
+
+from .models import cache_dir
+
+SOURCE = Path(__file__).with_suffix(".c")
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fopenmp", "-fPIC")
+NEEDS = ("avx2", "fma", "f16c")
+PANEL = 16  # outputs whose weights lie together, as in native.c
+COMPILE_SECONDS = 120
+
+log = logging.getLogger(__name__)
+
+
+class _LinearStruct(ctypes.Structure):
+    _fields_ = (
+        ("outputs", ctypes.c_int64), ("inputs", ctypes.c_int64), ("weights", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p), ("scale", ctypes.c_float), ("half", ctypes.c_int32),
+    )  # fmt: skip
+
+
+NORMS = ("attention_norm", "query_norm", "key_norm", "mlp_norm")
+LINEARS = ("qkv", "out", "gate_up", "down")
+
+
+class _LayerStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in NORMS),
+        *((name, _LinearStruct) for name in LINEARS),
+    )
+
+
+class _BlocksStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("layers", "width", "inner", "heads", "kv_heads", "size")),
+        ("eps", ctypes.c_float), ("layer", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+class _PassStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "total", "newest")),
+        *((name, ctypes.c_void_p) for name in ("visible", "turns", "kv")),
+        ("layer_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64),
+    )  # fmt: skip
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled functions; None, with the reason logged, where they cannot be had."""
+    if os.environ.get("EAGLE2_NATIVE") == "0":
+        return None
+    try:
+        loaded = _load(_compiled())
+        _check(loaded)
+    except NativeError as error:
+        log.info("no native code: %s; decoding runs on torch's operations, which is slower", error)
+        return None
+    return loaded
+
+
+class NativeError(RuntimeError):
+    """Why there is no native code here."""
+
+
+def _compiled() -> Path:
+    """The shared object for this source, compiler flags and processor; compiled where it is not in the cache folder."""
+    flags = _processor_flags()
+    if missing := [name for name in NEEDS if name not in flags]:
+        raise NativeError(f"this is no x86-64 Linux machine with {', '.join(missing)}")
+    source = SOURCE.read_bytes()
+    key = hashlib.sha256(b"\0".join((source, *map(str.encode, (*FLAGS, *sorted(flags)))))).hexdigest()[:16]
+    folder = cache_dir() / "native"
+    path = folder / f"{key}.so"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):  # those who start together compile once
+            if not path.exists():
+                _compile(path)
+        about = path.stat()
+    except OSError as error:
+        raise NativeError(f"the cache folder {folder} cannot be used ({error})") from error
+    if about.st_uid not in (0, os.getuid()) or about.st_mode & 0o022:
+        raise NativeError(f"others than this user may have written {path}")  # what is loaded runs
+    return path
+
+
+def _processor_flags() -> frozenset[str]:
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return frozenset()
+    with suppress(OSError):
+        if found := re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return frozenset(found[1].split())
+    return frozenset()
+
+
+def _compile(path: Path) -> None:
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc"))), None)
+    if compiler is None:
+        raise NativeError("there is no C compiler (cc or gcc)")
+    with tempfile.TemporaryDirectory(dir=path.parent) as building:
+        made, final = Path(building) / "native.o", Path(building) / "native.so"
+        # Linked without -fopenmp: its functions are those of torch's OpenMP, whose threads are at work already.
+        for command in (
+            (compiler, *FLAGS, "-c", str(SOURCE), "-o", str(made)),
+            (compiler, "-shared", str(made), "-o", str(final)),
+        ):
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+            except subprocess.TimeoutExpired as error:
+                raise NativeError(f"{compiler} took more than {COMPILE_SECONDS} seconds") from error
+            if done.returncode:
+                lines = done.stderr.strip().splitlines() or ["no message"]
+                raise NativeError(f"{compiler} failed: {lines[-1]}")
+        final.chmod(0o755)
+        os.replace(final, path)
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        # The OpenMP runtime that torch has loaded, for all: a second one would have threads of its own on the same cores.
+        loaded = re.findall(
+            r"(/\S*/lib(?:gomp|omp|iomp5)\S*\.so\S*)$", Path("/proc/self/maps").read_text(), re.MULTILINE
+        )
+        for runtime in sorted(set(loaded)):
+            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+        found = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeError(f"what was compiled cannot be loaded ({error})") from error
+    pointer, count, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    found.eagle2_linear.argtypes = (pointer, pointer, count, pointer, threads)
+    found.eagle2_linear.restype = None
+    found.eagle2_scratch.argtypes = (pointer, pointer, threads)
+    found.eagle2_scratch.restype = count
+    found.eagle2_layers.argtypes = (pointer, pointer, pointer, pointer, threads)
+    found.eagle2_layers.restype = None
+    return found
+
+
+def _check(loaded: ctypes.CDLL) -> None:
+    """Products as torch's, before anything relies on them."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(40, 24, generator=generator).half(), torch.randn(26, 24, generator=generator)
+    for each in (weight, weight.float()):
+        linear = NativeLinear(loaded, each)
+        for rows in range(1, len(x) + 1):
+            if not torch.allclose(linear(x[:rows]), F.linear(x[:rows], weight.float()), rtol=1e-4, atol=1e-4):
+                raise NativeError("what was compiled gives wrong results")
+
+
+class NativeLinear:
+    """``x [N, in] -> float32 [N, out]``: ``weight [out, in]`` in float16 or float32, products and sums in float32.
+
+    ``scale``, a power of two, multiplies the sums before ``bias`` is added.  The weight is copied.  ``many``, where it is
+    set, runs instead for more than ``FEW`` rows.
+    """
+
+    FEW = 64
+
+    def __init__(
+        self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0
+    ) -> None:  # fmt: skip
+        if weight.dtype not in (torch.float16, torch.float32):
+            raise ValueError(f"native products take weights in float16 and float32, not {weight.dtype}")
+        self.outputs, self.inputs = weight.shape
+        self.library = library
+        self.many: Callable[[Tensor], Tensor] | None = None
+        padded = F.pad(weight.detach(), (0, 0, 0, -self.outputs % PANEL))
+        self._weights = padded.view(-1, PANEL, self.inputs).transpose(1, 2).contiguous()
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self.struct = _LinearStruct(
+            self.outputs, self.inputs, self._weights.data_ptr(), _pointer(self._bias), scale,
+            weight.dtype == torch.float16,
+        )  # fmt: skip
+        self._address = ctypes.addressof(self.struct)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.few(x) if self.many is None or len(x) <= self.FEW else self.many(x)
+
+    def few(self, x: Tensor) -> Tensor:
+        """The same without ``many``: a row's result does not depend on how many there are."""
+        if x.dim() != 2 or x.shape[1] != self.inputs:
+            raise ValueError(f"rows of {self.inputs} numbers are needed, not {list(x.shape)}")
+        x = x.float().contiguous()
+        y = torch.empty(len(x), self.outputs)
+        self.library.eagle2_linear(self._address, x.data_ptr(), len(x), y.data_ptr(), torch.get_num_threads())
+        return y
+
+
+class NativeLayers:
+    """All layers of a model over a few rows, in one call.
+
+    A row's result has the same bits whichever other rows ride along: every sum is over the same numbers in the same order,
+    attention's over the row's own path by position.
+    """
+
+    def __init__(self, layers: Sequence[Any], *, heads: int, kv_heads: int, head_dim: int, eps: float) -> None:
+        """``layers``: of `eagle2.lean`, their tensors in float32; ValueError for those that `refusal` names."""
+        if why := self.refusal(layers, head_dim):
+            raise ValueError(why)
+        self._layers = list(layers)  # whose memory the structures point to
+        first: NativeLinear = layers[0].qkv
+        self._library = first.library
+        self._width, self._size, self._kv_heads = first.inputs, head_dim, kv_heads
+        self.few_only = first.many is not None  # many rows are quicker otherwise
+        self._structs = (_LayerStruct * len(layers))(
+            *(
+                _LayerStruct(
+                    *(_pointer(getattr(layer, name)) for name in NORMS),
+                    *(getattr(layer, name).struct for name in LINEARS),
+                )
+                for layer in layers
+            )
+        )
+        self._blocks = _BlocksStruct(
+            len(layers), self._width, layers[0].down.inputs, heads, kv_heads, head_dim, eps,
+            ctypes.addressof(self._structs),
+        )  # fmt: skip
+
+    @staticmethod
+    def refusal(layers: Sequence[Any], head_dim: int) -> str | None:
+        """Why these layers must run otherwise; None where they need not."""
+        linears = [getattr(layer, name) for layer in layers for name in LINEARS]
+        if not all(isinstance(linear, NativeLinear) for linear in linears):
+            return "its products are not native ones"
+        if layers[0].qkv.inputs % 8 or head_dim % 8:
+            return "the widths of rows and heads must be multiples of 8"
+        if layers[0].down.inputs % PANEL:
+            return f"the inner width must be a multiple of {PANEL}"
+        return None
+
+    def run(self, x: Tensor, turns: Tensor, visible: Tensor, kv: Tensor, total: int) -> None:
+        """In place over ``x [N, width]``, float32 and contiguous.
+
+        ``turns [N, head_dim / 2]``, complex64: the rotations of the rows' positions.  ``visible [N, T]``: which of the newest
+        T slots each row sees; all see those before.  ``kv [layers, 2 * kv_heads, slots, head_dim]``: the rows' own keys and
+        values are written to the slots ``total - N`` up to ``total``.
+        """
+        n, newest = visible.shape
+        slots = kv.shape[2]
+        fits = x.shape == (n, self._width) and turns.shape == (n, self._size // 2) and n <= newest <= total <= slots
+        fits = fits and turns.dtype == torch.complex64 and visible.dtype == torch.bool
+        if not fits or kv.shape != (len(self._layers), 2 * self._kv_heads, slots, self._size):
+            raise ValueError("the tensors of a pass do not belong together")
+        if not (x.is_contiguous() and kv.stride()[2:] == (self._size, 1) and x.dtype == kv.dtype == torch.float32):
+            raise ValueError("a pass needs rows and a cache in float32, each row in one piece")
+        turns, visible = turns.contiguous(), visible.contiguous()
+        one = _PassStruct(
+            n, total, newest, visible.data_ptr(), turns.data_ptr(), kv.data_ptr(), kv.stride(0), kv.stride(1)
+        )
+        blocks, threads = ctypes.addressof(self._blocks), torch.get_num_threads()
+        scratch = torch.empty(self._library.eagle2_scratch(blocks, ctypes.addressof(one), threads))
+        self._library.eagle2_layers(blocks, ctypes.addressof(one), x.data_ptr(), scratch.data_ptr(), threads)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+__all__ = ["NativeError", "NativeLayers", "NativeLinear", "library"]

@@ -1,0 +1,243 @@
+"""The compiled products and passes: right for all shapes, the same bits in any company, and never needed."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eagle2 import native
+from eagle2.lean import LeanWeights
+from eagle2.native import NativeError, NativeLayers, NativeLinear, library
+from eagle2.target import Target
+from eagle2.tree import DraftTree
+from tests.test_target import PROMPT, TREE
+from tests.tiny import tiny_model
+
+LIBRARY: Any = library()
+needs_native = pytest.mark.skipif(LIBRARY is None, reason="no native code here")
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_it_is_there_wherever_it_can_be() -> None:
+    able = native._processor_flags().issuperset(native.NEEDS) and (shutil.which("cc") or shutil.which("gcc"))
+    if not able or os.environ.get("EAGLE2_NATIVE") == "0":
+        pytest.skip("this machine cannot compile it")
+    native._check(native._load(native._compiled()))  # raises with the reason
+    assert LIBRARY is not None
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 40), (17, 1), (5, 1100), (64, 512)])
+def test_products(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    """More inputs than are summed at a visit, more rows than one reading of the weights serves, panels that are not full."""
+    torch.manual_seed(0)
+    weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs)
+    linear, biased = NativeLinear(LIBRARY, weight), NativeLinear(LIBRARY, weight, bias, 0.25)
+    for rows in (0, 1, 5, 6, 7, 13, 200):
+        x = torch.randn(rows, inputs)
+        exact = x.double() @ weight.double().T
+        bound = (inputs + 4) * 2.0**-24 * (x.abs().double() @ weight.abs().double().T + bias.abs())
+        assert ((linear(x) - exact).abs() <= bound).all()
+        assert ((biased(x) - (exact / 4 + bias)).abs() <= bound).all()
+
+
+@needs_native
+def test_a_rows_product_has_the_same_bits_in_any_company(threads: None) -> None:
+    torch.manual_seed(0)
+    linear, x = NativeLinear(LIBRARY, torch.randn(96, 600).half()), torch.randn(100, 600)
+    together = linear(x)
+    for rows in (1, 2, 3, 5, 7, 12, 31):
+        assert torch.equal(linear(x[:rows]), together[:rows])
+    torch.set_num_threads(1)
+    assert torch.equal(linear(x), together)
+
+
+@needs_native
+def test_products_take_rows_as_they_come_and_refuse_others() -> None:
+    linear = NativeLinear(LIBRARY, torch.randn(16, 8))
+    x = torch.randn(8, 3).double().T
+    torch.testing.assert_close(linear(x), linear(x.float().contiguous()))
+    with pytest.raises(ValueError, match="rows of 8 numbers"):
+        linear(torch.randn(3, 9))
+    with pytest.raises(ValueError, match="float16 and float32"):
+        NativeLinear(LIBRARY, torch.randn(4, 4).double())
+
+
+@needs_native
+@pytest.mark.parametrize("threads_", [1, 2, 3, 7])
+def test_passes_have_the_same_bits_for_any_number_of_threads(threads: None, threads_: int) -> None:
+    def logits() -> Tensor:
+        target = Target(tiny_model())
+        assert target.forward_name == "native"
+        target.prefill(PROMPT, 64)
+        return target.forward(TREE).logits
+
+    before = logits()
+    torch.set_num_threads(threads_)
+    assert torch.equal(logits(), before)
+
+
+@needs_native
+def test_attention_over_several_blocks_of_queries_and_keys() -> None:
+    """More rows than share a reading of the keys, on a prompt that is no multiple of a vector, with heads of 128."""
+    model = tiny_model(hidden_size=256, num_attention_heads=8, num_key_value_heads=1, head_dim=128, vocab_size=500)
+    prompt = [1 + (7 * i) % 490 for i in range(77)]
+    parents = (-1, *((node - 1) // 2 for node in range(1, 40)))
+    tree = DraftTree(torch.arange(40) * 7 % 490, parents, torch.ones(40), torch.zeros(40))
+
+    def passes(target: Target) -> Tensor:
+        return torch.cat((target.prefill(prompt, 200).logits, target.forward(tree).logits))
+
+    assert Target(model).forward_name == "native"
+    mine, own = passes(Target(model)), passes(Target(model, lean=False))
+    truth = passes(Target(copy.deepcopy(model).double(), lean=False))
+    assert (mine - truth).abs().mean() <= 1.5 * (own - truth).abs().mean()
+    assert (mine - truth).abs().max() <= 1e-3
+
+
+@needs_native
+def test_large_and_missing_numbers_go_through() -> None:
+    """Scores beyond the exponential's range, and NaN, which must not turn into a token."""
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(3e3)
+        model.model.layers[0].mlp.gate_proj.weight.mul_(1e4)
+    mine, own = (Target(model, lean=lean).prefill(PROMPT, 64).logits for lean in (True, False))
+    assert torch.isfinite(mine).all()
+    torch.testing.assert_close(mine, own, rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight[3] = float("nan")
+    assert torch.isnan(Target(model).prefill(PROMPT, 64).logits).all()
+
+
+@needs_native
+def test_odd_shapes_run_on_torchs_operations() -> None:
+    narrow, odd = tiny_model(intermediate_size=50), tiny_model(hidden_size=36, num_attention_heads=3, head_dim=12)
+    for model, why in ((narrow, "multiple of 16"), (odd, "multiples of 8")):
+        weights = LeanWeights(model)
+        assert weights.native is None
+        assert why in (NativeLayers.refusal(weights.layers, weights.head_dim) or "")
+        assert Target(model).forward_name == "lean"
+        with pytest.raises(ValueError, match=why):
+            NativeLayers(weights.layers, heads=2, kv_heads=1, head_dim=weights.head_dim, eps=1e-6)
+    other = [SimpleNamespace(qkv=nn.Identity(), out=None, gate_up=None, down=None)]
+    assert "not native" in (NativeLayers.refusal(other, 8) or "")
+
+
+@needs_native
+def test_a_pass_of_the_wrong_shape_is_refused_before_it_writes_anywhere() -> None:
+    weights = LeanWeights(tiny_model())
+    run, size = weights.native, weights.head_dim
+    assert run is not None
+    kv = torch.zeros(len(weights.layers), 2 * weights.kv_heads, 8, size)
+    x, turns, sees = torch.zeros(3, weights.width), weights.turns(torch.arange(3)), torch.ones(3, 3).bool().tril()
+    run.run(x.clone(), turns, sees, kv, 3)
+    for wrong in (
+        (x, turns, sees, kv, 9),  # beyond the cache
+        (x, turns, sees, kv, 2),  # fewer slots than rows
+        (x[:2], turns, sees, kv, 3),
+        (x, turns[:2], sees, kv, 3),
+        (x, turns, sees, kv[:1], 3),
+        (x, turns, sees, kv[..., :-1], 3),
+        (x.double(), turns, sees, kv, 3),
+        (x.T.contiguous().T, turns, sees, kv, 3),
+        (x, turns, sees[:, :2], kv, 3),
+        (x, turns, sees.long(), kv, 3),
+        (x, turns.real, sees, kv, 3),
+    ):
+        with pytest.raises(ValueError, match="pass"):
+            run.run(*wrong)
+
+
+# --- where it cannot be had ---------------------------------------------------------------------------------------------
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("EAGLE2_CACHE", str(tmp_path))
+    return native._compiled()
+
+
+needs_compiler = pytest.mark.skipif(
+    not native._processor_flags().issuperset(native.NEEDS) or not shutil.which("cc"), reason="nothing to compile with"
+)
+
+
+@needs_compiler
+def test_it_is_compiled_once_and_only_this_user_may_have_written_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = compiled(monkeypatch, tmp_path)
+    made = path.stat().st_mtime_ns
+    assert [each.suffix for each in sorted(path.parent.iterdir())] == [".lock", ".so"]
+    assert compiled(monkeypatch, tmp_path).stat().st_mtime_ns == made
+    path.chmod(path.stat().st_mode | stat.S_IWOTH)
+    with pytest.raises(NativeError, match="others than this user"):
+        compiled(monkeypatch, tmp_path)
+
+
+@needs_compiler
+def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(native, "FLAGS", ("--no-such-flag",))
+    with pytest.raises(NativeError, match=r"failed: .*no-such-flag"):
+        compiled(monkeypatch, tmp_path)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(NativeError, match="no C compiler"):
+        compiled(monkeypatch, tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NativeError, match="cannot be used"):
+        compiled(monkeypatch, tmp_path / "file")
+
+
+def test_other_machines_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(native.platform, "machine", lambda: "aarch64")
+    with pytest.raises(NativeError, match="avx2"):
+        compiled(monkeypatch, tmp_path)
+
+
+def test_what_cannot_be_loaded_or_is_wrong_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "bad.so").write_bytes(b"no library")
+    monkeypatch.delenv("EAGLE2_NATIVE", raising=False)
+    monkeypatch.setattr(native, "_compiled", lambda: tmp_path / "bad.so")
+    with caplog.at_level(logging.INFO):
+        assert library.__wrapped__() is None
+    assert "cannot be loaded" in caplog.text
+    if LIBRARY is not None:
+        monkeypatch.setattr(NativeLinear, "few", lambda self, x: torch.zeros(len(x), self.outputs))
+        with pytest.raises(NativeError, match="wrong results"):
+            native._check(LIBRARY)
+
+
+def test_it_can_be_turned_off() -> None:
+    code = (
+        "import torch\n"
+        "from eagle2.target import Target\n"
+        "from tests.tiny import tiny_model\n"
+        "print(Target(tiny_model()).forward_name)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"EAGLE2_NATIVE": "0"}, capture_output=True, text=True,
+        check=True, timeout=120, cwd=Path(__file__).parent.parent,
+    )  # fmt: skip
+    assert done.stdout.strip() == "lean"
