@@ -62,13 +62,14 @@ class CostModel:
             raise CostError("the overhead must be finite and not negative")
 
     @cached_property
-    def _verify_table(self) -> tuple[float, ...]:
+    def verify_table(self) -> tuple[float, ...]:
+        """`verify` of the first ``TABLE`` numbers of rows."""
         return tuple(_on_curve(self.verify_rows, self.verify_seconds, n) for n in range(TABLE))
 
     def verify(self, rows: int) -> float:
         """Seconds of one target pass over ``rows`` rows, the root's included."""
         if rows < TABLE:
-            return self._verify_table[rows]
+            return self.verify_table[rows]
         return _on_curve(self.verify_rows, self.verify_seconds, rows)
 
     def draft(self, rows: int) -> float:
@@ -141,10 +142,11 @@ def best_cut(values: Sequence[float], draft_seconds: float, costs: CostModel, li
     curve need not be convex, so every n up to ``limit`` is looked at.
     """
     count = len(values) if limit is None else min(len(values), limit)
-    best, best_rate, expected = 0, costs.rate(1.0, draft_seconds, 0), 1.0
+    besides, verify = draft_seconds + costs.overhead, costs.verify_table  # `rate`, without its calls: this runs often
+    best, best_rate, expected = 0, 1 / (besides + verify[1]), 1.0
     for n in range(1, count + 1):
         expected += values[n - 1]
-        rate = costs.rate(expected, draft_seconds, n)
+        rate = expected / (besides + (verify[1 + n] if n < TABLE - 1 else costs.verify(1 + n)))
         if rate > best_rate:
             best, best_rate = n, rate
     return best
