@@ -438,7 +438,7 @@ def _race(args: argparse.Namespace) -> None:
 
 def _conditions(meta: Mapping[str, Any], *, drafted: bool = True) -> str:
     """What a figure is printed with, from `Engine.metadata`."""
-    from .trace import precision
+    from .trace import machinery
 
     tree, versions = meta["tree"], meta["versions"]
     head = (
@@ -446,8 +446,8 @@ def _conditions(meta: Mapping[str, Any], *, drafted: bool = True) -> str:
         f"{' with lookup' * tree['lookup']}, {meta['draft_vocab']} tokens drafted"
     )
     return (
-        f"{meta['target']}{head if drafted else ', no draft head'}, {precision(meta)} on {meta['device']}, "
-        f"{meta['threads']} threads, torch {versions['torch']}, transformers {versions['transformers']}"
+        f"{meta['target']}{head if drafted else ', no draft head'}, {machinery(meta)}, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}"
     )
 
 
@@ -470,7 +470,7 @@ def _gallery(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from . import gallery
-    from .trace import precision
+    from .trace import machinery
 
     folder = Path(args.folder) if args.folder else gallery.FOLDER
     entries = gallery.chosen(gallery.read_index(folder / gallery.INDEX), args.only)
@@ -492,7 +492,7 @@ def _gallery(args: argparse.Namespace) -> None:
         return
     print(gallery.table(rows))
     meta = recording.trace.metadata
-    print(f"{meta['target']}, head {meta['head']}, {precision(meta)} on {meta['device']}, {meta['threads']} threads")
+    print(f"{meta['target']}, head {meta['head']}, {machinery(meta)}")
 
 
 def _models(args: argparse.Namespace) -> None:

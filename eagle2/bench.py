@@ -29,7 +29,7 @@ from .evaluate import aligned
 from .generate import Prefill, Step, Stops, generate, now
 from .lookup import MAX_DRAFT, PromptLookup
 from .race import first_difference
-from .trace import precision
+from .trace import machinery
 from .verify import SamplingParams
 
 QUICK_QUESTIONS = Path(__file__).parent.parent / "assets" / "bench" / "quick.jsonl"
@@ -499,7 +499,7 @@ def table(result: Mapping[str, Any]) -> str:
         lines.append("interrupted: prompts that not all methods have finished are in no figure")
     meta = result["settings"]
     lines += [
-        f"{meta['target']}, head {meta['head']}, {precision(meta)} on {meta['device']}, {meta['threads']} threads, "
+        f"{meta['target']}, head {meta['head']}, {machinery(meta)}, "
         f"{meta['max_new_tokens']} new tokens, greedy, rounds: {result['rounds']}, torch {meta['versions']['torch']}, "
         f"transformers {meta['versions']['transformers']}",
         f"speed-up: tokens/s over {BASE}'s on the same prompt, prefill included, median over prompts; total: all tokens by "

@@ -254,8 +254,9 @@ class EagleDrafter:
                     break
                 selected.append(tuple(fed))
                 outputs = self._feed(fed, tokens, parents, features, cache_row, position + layer - 1)
-            log_probs = self._log_probs(outputs)  # [fed, v]
+            log_probs = self.vocabulary.logits(outputs).log_softmax(-1)  # [fed, v]
             top = log_probs.topk(self.top_k, -1)
+            check_finite(top.values, "draft head", self._steps)  # one logit that is no number makes all of a row so
             best_log, best_id = top.values.tolist(), self.vocabulary.target_ids(top.indices).tolist()
             probs = top.values.exp().tolist()
             if planner is not None:
@@ -336,12 +337,6 @@ class EagleDrafter:
         dtype = self.head.dtype
         embeds = self.target.embed(token_ids.to(self.target.device)).to(features.device, dtype)
         return self.head.step(embeds, features.to(dtype), positions, visible, self._cache)
-
-    def _log_probs(self, outputs: Tensor) -> Tensor:
-        """Draft log probabilities ``[n, v]`` in float32, of the drafted vocabulary."""
-        logits = self.vocabulary.logits(outputs)
-        check_finite(logits, "draft head", self._steps)
-        return logits.log_softmax(-1)
 
 
 Pending = list[tuple[Sequence[int], Tensor]]  # tokens and the target's features of them, which the head has not seen

@@ -367,6 +367,8 @@ class LeanWeights(_Blocks):
         self.embedding: Tensor = model.get_input_embeddings().weight
         self.width, self.inner = int(config.hidden_size), int(config.intermediate_size)
         self.final_norm = self._own(model.base_model.norm.weight)
+        if self.native is not None:
+            self.native.end_with(self.final_norm)
         head = model.get_output_embeddings()
         self.lm_head = lean_linear(head.weight, head.bias)
 
@@ -486,9 +488,8 @@ class Lean:
         w = self.weights
         n = len(token_ids)
         if w.native is not None and (logit_rows == n or n <= MOST_ROWS or not w.native.few_only):
-            x = F.embedding(token_ids, w.embedding).float()
-            w.native.run(x, w.turns(positions), visible, self._kv, self.length + n)
-            hidden = w.norm(x, w.final_norm)
+            hidden = F.embedding(token_ids, w.embedding).float()
+            w.native.run(hidden, w.turns(positions), visible, self._kv, self.length + n)
             lm_head = w.lm_head.few if isinstance(w.lm_head, NativeLinear) else w.lm_head
             return lm_head(hidden[-logit_rows:]) if logit_rows else None, hidden
         mask = paths = None

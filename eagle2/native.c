@@ -61,6 +61,7 @@ typedef struct {
     int64_t layers, width, inner, heads, kv_heads, size;
     float eps;
     const Layer *layer;
+    const float *final_norm; /* may be NULL */
 } Blocks;
 
 /* One pass.  The rows' own keys and values go to the slots total - rows .. total - 1. */
@@ -368,7 +369,7 @@ int64_t eagle2_scratch(const Blocks *b, const Pass *pass, int32_t threads)
     return shared_floats(b, pass->rows) + threads * own_floats(b, pass->rows, pass->total, pass->newest);
 }
 
-/* All layers over x [rows, width], in place. */
+/* All layers over x [rows, width], and the norm behind them, in place. */
 void eagle2_layers(const Blocks *b, const Pass *pass, float *x, float *scratch, int32_t threads)
 {
     const int64_t n = pass->rows, size = b->size, heads = b->heads, kv_heads = b->kv_heads, groups = heads / kv_heads;
@@ -452,5 +453,8 @@ void eagle2_layers(const Blocks *b, const Pass *pass, float *x, float *scratch, 
             product(&layer->down, inner, n, x, 1, sums, id, team);
 #pragma omp barrier
         }
+        if (b->final_norm)
+            for (int64_t r = part(n, id, team); r < part(n, id + 1, team); r++)
+                normalize(x + r * b->width, b->final_norm, b->width, b->eps, x + r * b->width);
     }
 }

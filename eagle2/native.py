@@ -60,7 +60,7 @@ class _LayerStruct(ctypes.Structure):
 class _BlocksStruct(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("layers", "width", "inner", "heads", "kv_heads", "size")),
-        ("eps", ctypes.c_float), ("layer", ctypes.c_void_p),
+        ("eps", ctypes.c_float), ("layer", ctypes.c_void_p), ("final_norm", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -255,6 +255,11 @@ class NativeLayers:
         if layers[0].down.inputs % PANEL:
             return f"the inner width must be a multiple of {PANEL}"
         return None
+
+    def end_with(self, norm: Tensor) -> None:
+        """The norm that follows the last layer becomes part of `run`."""
+        self._final_norm = norm
+        self._blocks.final_norm = _pointer(norm)
 
     def run(self, x: Tensor, turns: Tensor, visible: Tensor, kv: Tensor, total: int) -> None:
         """In place over ``x [N, width]``, float32 and contiguous.

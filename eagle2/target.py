@@ -216,8 +216,9 @@ class Target:
         _check_supported(model)
         self.model = model
         self.config = model.config.get_text_config()
-        self.device = runs_on(model.get_input_embeddings())
-        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        self._embedding = model.get_input_embeddings()
+        self.device = runs_on(self._embedding)
+        self.dtype: torch.dtype = self._embedding.weight.dtype
         self.lm_head = model.get_output_embeddings()
         self.feature_device = runs_on(self.lm_head)  # of features; the draft head belongs there too
         weight = self.lm_head.weight
@@ -276,7 +277,7 @@ class Target:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's own token embeddings ``[..., H]``."""
-        result: Tensor = self.model.get_input_embeddings()(token_ids)
+        result: Tensor = self._embedding(token_ids)
         return result
 
     def check_prompt(self, token_ids: Sequence[int]) -> None:

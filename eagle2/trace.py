@@ -474,6 +474,13 @@ def precision(metadata: Mapping[str, Any]) -> str:
     return dtype if sums == dtype else f"{dtype} (sums in {sums})"
 
 
+def machinery(metadata: Mapping[str, Any]) -> str:
+    """What a figure's passes ran on: "float32 on cpu (x86_64), 2 threads, native forward"."""
+    forward = metadata.get("forward")  # older recordings do not say
+    ran = f", {forward} forward" if forward else ""
+    return f"{precision(metadata)} on {metadata['device']}, {metadata['threads']} threads{ran}"
+
+
 def arithmetic(metadata: Mapping[str, Any]) -> str:
     """The sums' dtype: the weights' where a recording names no other."""
     return str(metadata.get("arithmetic", metadata["dtype"]))
@@ -487,5 +494,5 @@ def _column(kind: str, name: str, value: Any) -> tuple[Any, ...]:
 
 __all__ = [
     "FORMAT", "MAX_JSON_BYTES", "STOPPED", "VERSION", "Decision", "Difference", "LaneTrace", "NextKind", "Origin", "StepTrace",
-    "Trace", "TraceError", "arithmetic", "lane_summary", "precision",
+    "Trace", "TraceError", "arithmetic", "lane_summary", "machinery", "precision",
 ]  # fmt: skip
