@@ -10,6 +10,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -21,9 +22,10 @@ from .draft import Proposal
 from .head import DraftHead
 from .lean import lean_linear
 from .lookup import PromptLookup
+from .native import top
 from .target import Target
 from .tree import DraftTree, rerank
-from .verify import check_finite
+from .verify import check_numbers
 
 # Share of prompt lookup's confidence that is left where the head's children lack its token: of 0.25, 0.5 and 1 this gave the
 # best modelled speed on prompts of six question sets (47 that the benchmarks do not use).
@@ -51,7 +53,7 @@ class TreeSettings:
     def __post_init__(self) -> None:
         if self.kind not in ("dynamic", "static"):
             raise ValueError(f"the tree is 'dynamic' or 'static', not {self.kind!r}")
-        for name, top in (("depth", MAX_DEPTH), ("top_k", MAX_TOP_K), ("total_tokens", MAX_TOTAL)):
+        for name, most in (("depth", MAX_DEPTH), ("top_k", MAX_TOP_K), ("total_tokens", MAX_TOTAL)):
             value = getattr(self, name)
             if value == "auto" and name != "top_k":
                 if self.kind == "static":
@@ -59,8 +61,8 @@ class TreeSettings:
                 continue
             if not isinstance(value, int):
                 raise ValueError(f"{name} must be a whole number{' or auto' * (name != 'top_k')}, not {value!r}")
-            if not 1 <= value <= top:
-                raise ValueError(f"{name} must lie between 1 and {top}, not {value}")
+            if not 1 <= value <= most:
+                raise ValueError(f"{name} must lie between 1 and {most}, not {value}")
 
     @classmethod
     def from_official(cls, *, total_token: int, depth: int, top_k: int) -> TreeSettings:
@@ -143,6 +145,20 @@ class DraftVocabulary:
             return self._linear(features).float()
         logits: Tensor = self.lm_head(features)
         return (logits if self.token_ids is None else logits[..., self.token_ids]).float()
+
+    @cached_property
+    def _ids(self) -> list[int] | None:
+        """`token_ids` on the host, for a few lookups per step."""
+        return None if self.token_ids is None else self.token_ids.tolist()
+
+    def best(self, features: Tensor, k: int) -> tuple[list[list[float]], list[list[int]]]:
+        """The ``k`` likeliest tokens after each of the head's outputs ``[n, H]``: log probabilities ``[n, k]``, and their ids
+        in the target's vocabulary, likeliest first.
+        """
+        values, columns = top(self.logits(features), k, softmax=True)
+        if self._ids is None:
+            return values, columns
+        return values, [[self._ids[column] for column in row] for row in columns]
 
     def target_ids(self, columns: Tensor) -> Tensor:
         """Ids of the target's vocabulary for columns of `logits`, in any shape."""
@@ -254,11 +270,9 @@ class EagleDrafter:
                     break
                 selected.append(tuple(fed))
                 outputs = self._feed(fed, tokens, parents, features, cache_row, position + layer - 1)
-            log_probs = self.vocabulary.logits(outputs).log_softmax(-1)  # [fed, v]
-            top = log_probs.topk(self.top_k, -1)
-            check_finite(top.values, "draft head", self._steps)  # one logit that is no number makes all of a row so
-            best_log, best_id = top.values.tolist(), self.vocabulary.target_ids(top.indices).tolist()
-            probs = top.values.exp().tolist()
+            best_log, best_id = self.vocabulary.best(outputs, self.top_k)
+            check_numbers(best_log, "draft head", self._steps)
+            probs = [[math.exp(value) for value in row] for row in best_log]
             if planner is not None:
                 planner.saw(_values(log_value, fed), probs)
             first_of_layer = len(tokens)

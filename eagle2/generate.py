@@ -128,8 +128,8 @@ def generate(
         result = target.forward(tree)
         if processors is not None:
             result = processors(result, [*prompt_ids, *output], tree)
-        check_finite(result.logits, "target", number)
-        verdict = verify(tree, result.logits, sampling, generator)
+        choices = check_finite(result.logits, "target", number)
+        verdict = verify(tree, result.logits, sampling, generator, choices)
         verify_seconds = clock.lap()
         target.commit(verdict.rows)
         tokens = tree.token_ids.tolist()

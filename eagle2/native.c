@@ -458,3 +458,66 @@ void eagle2_layers(const Blocks *b, const Pass *pass, float *x, float *scratch, 
                 normalize(x + r * b->width, b->final_norm, b->width, b->eps, x + r * b->width);
     }
 }
+
+/* ---- the highest of a row -------------------------------------------------------------------------------------- */
+
+/* The `k` highest of x [n] in descending order, the first of equals first; NaN where x holds one. */
+static void highest(const float *x, int64_t n, int64_t k, float *values, int64_t *ids)
+{
+    int64_t held = 0, i = 0;
+    int missing = 0;
+    while (i < n) {
+        if (held == k && i + LANES <= n) { /* most have nothing to offer: pass over LANES of them at once */
+            const __m256 v = _mm256_loadu_ps(x + i);
+            missing |= _mm256_movemask_ps(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+            if (!_mm256_movemask_ps(_mm256_cmp_ps(v, _mm256_set1_ps(values[k - 1]), _CMP_GT_OQ))) {
+                i += LANES;
+                continue;
+            }
+        }
+        const int64_t end = held == k ? least(i + LANES, n) : i + 1;
+        for (; i < end; i++) {
+            missing |= x[i] != x[i];
+            if (held == k && !(x[i] > values[k - 1]))
+                continue;
+            int64_t at = held < k ? held++ : k - 1;
+            for (; at && x[i] > values[at - 1]; at--) {
+                values[at] = values[at - 1];
+                ids[at] = ids[at - 1];
+            }
+            values[at] = x[i];
+            ids[at] = i;
+        }
+    }
+    if (missing)
+        for (int64_t j = 0; j < k; j++)
+            values[j] = __builtin_nanf("");
+}
+
+/* Logarithm of the sum of e^x, by its highest element. */
+static float log_sum(const float *x, int64_t n, float most)
+{
+    __m256 sum = _mm256_setzero_ps();
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        sum = _mm256_add_ps(sum, exponential(_mm256_sub_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(most))));
+    float rest = total_of(sum);
+    for (; i < n; i++)
+        rest += __builtin_expf(x[i] - most);
+    return most + __builtin_logf(rest);
+}
+
+/* For each row of x [rows, n] its `k` highest, k <= n; `softmax`: of its log-softmax. */
+void eagle2_top(
+    const float *x, int64_t rows, int64_t n, int64_t k, int32_t softmax, float *values, int64_t *ids, int32_t threads)
+{
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        highest(x + r * n, n, k, values + r * k, ids + r * k);
+        if (softmax) {
+            const float sum = log_sum(x + r * n, n, values[r * k]);
+            for (int64_t j = 0; j < k; j++)
+                values[r * k + j] -= sum;
+        }
+    }
+}

@@ -130,7 +130,7 @@ def _compile(path: Path) -> None:
         # Linked without -fopenmp: its functions are those of torch's OpenMP, whose threads are at work already.
         for command in (
             (compiler, *FLAGS, "-c", str(SOURCE), "-o", str(made)),
-            (compiler, "-shared", str(made), "-o", str(final)),
+            (compiler, "-shared", str(made), "-o", str(final), "-lm"),
         ):
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
@@ -157,6 +157,8 @@ def _load(path: Path) -> ctypes.CDLL:
     pointer, count, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     found.eagle2_linear.argtypes = (pointer, pointer, count, pointer, threads)
     found.eagle2_linear.restype = None
+    found.eagle2_top.argtypes = (pointer, count, count, count, threads, pointer, pointer, threads)
+    found.eagle2_top.restype = None
     found.eagle2_scratch.argtypes = (pointer, pointer, threads)
     found.eagle2_scratch.restype = count
     found.eagle2_layers.argtypes = (pointer, pointer, pointer, pointer, threads)
@@ -212,6 +214,26 @@ class NativeLinear:
         y = torch.empty(len(x), self.outputs)
         self.library.eagle2_linear(self._address, x.data_ptr(), len(x), y.data_ptr(), torch.get_num_threads())
         return y
+
+
+def top(x: Tensor, k: int, *, softmax: bool = False) -> tuple[list[list[float]], list[list[int]]]:
+    """The ``k`` highest of each row of ``x [N, V]`` and where they are, highest first; ``softmax``: of its log-softmax.
+
+    All values of a row that holds NaN may be NaN.  In native code where there is any, else by torch.
+    """
+    if x.device.type == "cpu" and x.dtype == torch.float32 and (native := library()) is not None:
+        x = x.contiguous()
+        rows, n = x.shape
+        if not 1 <= k <= n:
+            raise ValueError(f"k must lie between 1 and {n}, not {k}")
+        values, ids = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64)
+        native.eagle2_top(x.data_ptr(), rows, n, k, softmax, values.data_ptr(), ids.data_ptr(), torch.get_num_threads())
+        return values.tolist(), ids.tolist()
+    if k == 1 and not softmax:  # quicker than topk, and the first of equals as above
+        best = x.argmax(-1, keepdim=True)
+        return x.gather(-1, best).tolist(), best.tolist()
+    found = (x.log_softmax(-1) if softmax else x).topk(k, -1)
+    return found.values.tolist(), found.indices.tolist()
 
 
 class NativeLayers:
@@ -289,4 +311,4 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-__all__ = ["NativeError", "NativeLayers", "NativeLinear", "library"]
+__all__ = ["NativeError", "NativeLayers", "NativeLinear", "library", "top"]

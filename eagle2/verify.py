@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from .native import top
 from .trace import Decision, NextKind
 from .tree import DraftTree
 
@@ -83,8 +84,9 @@ class Verdict:
 
 
 def verify(
-    tree: DraftTree, logits: Tensor, sampling: SamplingParams, generator: torch.Generator | None = None
-) -> Verdict:
+    tree: DraftTree, logits: Tensor, sampling: SamplingParams, generator: torch.Generator | None = None,
+    choices: Sequence[int] | None = None,
+) -> Verdict:  # fmt: skip
     """Walk down the tree as far as the target agrees.
 
     ``logits [N, V]`` are the target's, row i after node i.  Greedy: follow the child that equals the argmax.  Sampling:
@@ -92,11 +94,13 @@ def verify(
     renormalise and go on; if none is accepted, draw from what is left.  For a deterministic tree this leaves the
     target's distribution as it is.  Children that were *drawn* (``tree.draft_probs``) are tried in the order of the
     draws and accepted with min(1, target / draft), the residual being the positive part of the difference.
+
+    ``choices``: the rows' argmax, where it is known.
     """
     children = tree.children()
     tokens = tree.token_ids.tolist()
     if sampling.greedy:
-        return _verify_greedy(children, tokens, logits)
+        return _verify_greedy(children, tokens, logits.argmax(-1).tolist() if choices is None else choices)
     log_value = tree.log_value.tolist()
     accepted: list[int] = []
     decisions: list[Decision] = []
@@ -135,8 +139,7 @@ def verify(
         at = taken
 
 
-def _verify_greedy(children: Sequence[Sequence[int]], tokens: Sequence[int], logits: Tensor) -> Verdict:
-    choices: list[int] = logits.argmax(-1).tolist()
+def _verify_greedy(children: Sequence[Sequence[int]], tokens: Sequence[int], choices: Sequence[int]) -> Verdict:
     # Probabilities are for looking at; only rows on the path are needed, and only where something was decided.
     accepted: list[int] = []
     decisions: list[Decision] = []
@@ -160,9 +163,18 @@ class NonFiniteLogitsError(ArithmeticError):
     """A model gave NaN or infinite logits."""
 
 
-def check_finite(logits: Tensor, who: str, step: int) -> None:
-    """Raise `NonFiniteLogitsError` that names the step; ``-inf`` for single tokens is allowed (a masked vocabulary)."""
-    if not all(map(math.isfinite, logits.amax(-1).view(-1).tolist())):  # quicker for a few rows than torch.isfinite
+def check_finite(logits: Tensor, who: str, step: int) -> list[int]:
+    """The token of the highest logit of each row of ``logits [N, V]``; `NonFiniteLogitsError`, which names the step, where
+    that is no number.  ``-inf`` for single tokens is allowed (a masked vocabulary).
+    """
+    values, ids = top(logits, 1)
+    check_numbers(values, who, step)
+    return [row[0] for row in ids]
+
+
+def check_numbers(logits: Sequence[Sequence[float]], who: str, step: int) -> None:
+    """As `check_finite` for each row's highest logits, or their logarithms of probabilities."""
+    if not all(math.isfinite(row[0]) for row in logits):
         raise NonFiniteLogitsError(
             f"the {who} gave logits that are not numbers at step {step}; try another dtype (float32), or check the weights"
         )

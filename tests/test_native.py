@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import shutil
 import stat
@@ -167,6 +168,46 @@ def test_a_pass_of_the_wrong_shape_is_refused_before_it_writes_anywhere() -> Non
     ):
         with pytest.raises(ValueError, match="pass"):
             run.run(*wrong)
+
+
+@pytest.mark.parametrize("here", [pytest.param(True, marks=needs_native), False], ids=["native", "torch"])
+def test_the_highest_of_a_row(here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not here:
+        monkeypatch.setattr(native, "library", lambda: None)
+    torch.manual_seed(0)
+    for rows, n, k in ((1, 1, 1), (3, 5, 5), (2, 8, 3), (7, 1001, 10), (4, 8192, 64), (0, 9, 2)):
+        x = torch.randn(rows, n) * 10
+        for softmax in (False, True):
+            values, ids = native.top(x, k, softmax=softmax)
+            expected = (x.double().log_softmax(-1) if softmax else x.double()).topk(k, -1)
+            assert ids == expected.indices.tolist()
+            torch.testing.assert_close(
+                torch.tensor(values).view(rows, k), expected.values.float(), rtol=1e-5, atol=2e-6
+            )
+    tied = torch.zeros(2, 50)
+    tied[1, 20] = tied[1, 40] = 1
+    assert native.top(tied, 1)[1] == [[0], [20]]
+    few = torch.full((1, 50), -torch.inf)  # a masked vocabulary
+    few[0, 33] = 2.0
+    values, ids = native.top(few, 3, softmax=True)
+    assert (values[0][0], ids[0][0], len(set(ids[0]))) == (0.0, 33, 3)
+    assert values[0][1] == values[0][2] == -torch.inf
+    for odd in (torch.nan, torch.inf):
+        for at in (0, 13, 49):
+            x = torch.randn(2, 50)
+            x[1, at] = odd
+            for softmax in (False, True):
+                values, _ = native.top(x, 2, softmax=softmax)
+                assert math.isfinite(values[0][0])
+                assert not math.isfinite(values[1][0]), (odd, at, softmax)
+    assert not math.isfinite(native.top(torch.full((1, 50), -torch.inf), 1)[0][0][0])
+
+
+@needs_native
+def test_no_more_than_there_is_can_be_highest() -> None:
+    for k in (0, 6):
+        with pytest.raises(ValueError, match="between 1 and 5"):
+            native.top(torch.zeros(2, 5), k)
 
 
 # --- where it cannot be had ---------------------------------------------------------------------------------------------
