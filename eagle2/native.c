@@ -1,4 +1,4 @@
-/* Decoder layers of the Llama family over the few rows of a decoding step, for x86 CPUs; see native.py.
+/* Decoder layers of the Llama family, above all over the few rows of a decoding step, for x86 CPUs; see native.py.
  *
  * A pass over few rows waits for the weights, so each weight is read once, in the order in which it lies in memory, and
  * converted to float32 in registers.  What lies between the products is small, but some dozens of calls per layer, each
@@ -304,7 +304,7 @@ typedef struct {
 } Query;
 
 /* Softmax attention of `n` queries of one key head.  All see the first `common` slots, which are read once for all of them;
- * each goes on along its own path.  `scores` has room for n * padded, `rows` for the longest path. */
+ * each goes on along its own path.  `scores` has `room` for each query, `rows` for what one sees behind `common`, and LANES. */
 static void attend(
     const Query *queries, int64_t n, const float *keys, const float *values, int64_t common, int64_t size,
     int64_t room, float *scores, const float **rows)
@@ -386,8 +386,7 @@ void eagle2_layers(const Blocks *b, const Pass *pass, float *x, float *scratch, 
         int32_t *paths = (int32_t *)(pointers + newest + LANES), *extra = paths + n * newest;
         float *scores = (float *)(extra + n), *turned = scores + QUERIES * room;
         float *sums = turned + QUERIES * size, *normed = sums + 2 * CHUNK * PANEL;
-        /* The slots of each row's path behind those that all see.  Queries in the order of their key heads, so that a
-         * thread's share reads few keys. */
+        /* The slots of each row's path behind those that all see. */
         for (int64_t r = 0; r < n; r++)
             for (int64_t t = extra[r] = 0; t < newest; t++)
                 if (pass->visible[r * newest + t])
@@ -413,6 +412,7 @@ void eagle2_layers(const Blocks *b, const Pass *pass, float *x, float *scratch, 
                 memcpy(values + slot, key + kv_heads * size, size * sizeof(float));
             }
 #pragma omp barrier
+            /* Queries in the order of their key heads, so that a thread's share reads few keys. */
             const int64_t each = n * groups, end = part(kv_heads * each, id + 1, team);
             for (int64_t i = part(kv_heads * each, id, team), next; i < end; i = next) {
                 const int64_t head = i / each, shift = head * pass->head_stride;

@@ -35,6 +35,7 @@ FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fopenmp", "-
 NEEDS = ("avx2", "fma", "f16c")
 PANEL = 16  # outputs whose weights lie together, as in native.c
 COMPILE_SECONDS = 120
+OPENMP = re.compile(r"/lib(gomp|omp|iomp5)\b[^/]*\.so[^/]*$")
 
 log = logging.getLogger(__name__)
 
@@ -72,31 +73,31 @@ class _PassStruct(ctypes.Structure):
     )  # fmt: skip
 
 
+class NativeError(RuntimeError):
+    """Why there is no native code here."""
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled functions; None, with the reason logged, where they cannot be had."""
     if os.environ.get("EAGLE2_NATIVE") == "0":
         return None
+    if missing := [name for name in NEEDS if name not in _processor_flags()]:
+        log.info("no native code: this is no x86-64 Linux machine with %s", ", ".join(missing))
+        return None
     try:
         loaded = _load(_compiled())
         _check(loaded)
     except NativeError as error:
-        log.info("no native code: %s; decoding runs on torch's operations, which is slower", error)
+        log.warning("no native code: %s. Decoding runs on torch's operations, at about half of the speed.", error)
         return None
     return loaded
 
 
-class NativeError(RuntimeError):
-    """Why there is no native code here."""
-
-
 def _compiled() -> Path:
     """The shared object for this source, compiler flags and processor; compiled where it is not in the cache folder."""
-    flags = _processor_flags()
-    if missing := [name for name in NEEDS if name not in flags]:
-        raise NativeError(f"this is no x86-64 Linux machine with {', '.join(missing)}")
-    source = SOURCE.read_bytes()
-    key = hashlib.sha256(b"\0".join((source, *map(str.encode, (*FLAGS, *sorted(flags)))))).hexdigest()[:16]
+    parts = (SOURCE.read_text(encoding="utf-8"), *FLAGS, *sorted(_processor_flags()))
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = cache_dir() / "native"
     path = folder / f"{key}.so"
     try:
@@ -146,11 +147,11 @@ def _compile(path: Path) -> None:
 def _load(path: Path) -> ctypes.CDLL:
     try:
         # The OpenMP runtime that torch has loaded, for all: a second one would have threads of its own on the same cores.
-        loaded = re.findall(
-            r"(/\S*/lib(?:gomp|omp|iomp5)\S*\.so\S*)$", Path("/proc/self/maps").read_text(), re.MULTILINE
-        )
-        for runtime in sorted(set(loaded)):
-            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+        mapped = [line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines()]
+        files = sorted({Path(name) for (name,) in filter(None, mapped) if OPENMP.search(name)})
+        ours = [file for file in files if file.is_relative_to(Path(torch.__file__).parent)]
+        for runtime in ours or files:
+            ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
         found = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeError(f"what was compiled cannot be loaded ({error})") from error

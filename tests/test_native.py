@@ -249,10 +249,14 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
         compiled(monkeypatch, tmp_path / "file")
 
 
-def test_other_machines_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_other_machines_are_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv("EAGLE2_NATIVE", raising=False)
     monkeypatch.setattr(native.platform, "machine", lambda: "aarch64")
-    with pytest.raises(NativeError, match="avx2"):
-        compiled(monkeypatch, tmp_path)
+    monkeypatch.setattr(native, "_compiled", pytest.fail)
+    with caplog.at_level(logging.INFO):
+        assert library.__wrapped__() is None
+    assert "no x86-64 Linux machine with avx2" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_what_cannot_be_loaded_or_is_wrong_is_not_used(
@@ -261,9 +265,11 @@ def test_what_cannot_be_loaded_or_is_wrong_is_not_used(
     (tmp_path / "bad.so").write_bytes(b"no library")
     monkeypatch.delenv("EAGLE2_NATIVE", raising=False)
     monkeypatch.setattr(native, "_compiled", lambda: tmp_path / "bad.so")
-    with caplog.at_level(logging.INFO):
-        assert library.__wrapped__() is None
-    assert "cannot be loaded" in caplog.text
+    monkeypatch.setattr(native, "_processor_flags", lambda: frozenset(native.NEEDS))
+    assert library.__wrapped__() is None
+    (said,) = caplog.messages
+    assert said.startswith("no native code: what was compiled cannot be loaded")
+    assert said.endswith("Decoding runs on torch's operations, at about half of the speed.")
     if LIBRARY is not None:
         monkeypatch.setattr(NativeLinear, "few", lambda self, x: torch.zeros(len(x), self.outputs))
         with pytest.raises(NativeError, match="wrong results"):
