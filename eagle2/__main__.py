@@ -98,8 +98,8 @@ def _parser() -> argparse.ArgumentParser:
                        help="measure the costs behind automatic trees anew (else once per model and machine)")  # fmt: skip
 
     group.add_argument("--row-invariant", action="store_true",
-                       help="passes in which a row does not depend on how many ride along: in half precision on a CPU, "
-                       "both lanes then hardly ever part")  # fmt: skip
+                       help="passes in which a row does not depend on how many ride along (native ones are so anyway): in half "
+                       "precision on a CPU, both lanes then hardly ever part")  # fmt: skip
 
     runs = argparse.ArgumentParser(add_help=False)
     group = runs.add_argument_group("decoding")

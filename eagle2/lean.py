@@ -35,15 +35,14 @@ Linear = Callable[[Tensor], Tensor]
 def lean_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """``x [N, in] -> [N, out]`` for lean passes, in the `arithmetic` of the weight's dtype; the weight is packed once."""
     weight = weight.detach()
-    half = weight.dtype != torch.float32
     few, many = half_linear(weight, bias), None
     if few is None:
         dtype = arithmetic(weight)
         weight, bias = weight.to(dtype), None if bias is None else bias.detach().to(dtype)
         if dtype != torch.float32 or weight.device.type != "cpu" or (native := library()) is None:
             return packed_linear(weight, bias)
-        few, many = NativeLinear(native, weight, bias), partial(F.linear, weight=weight, bias=bias)
-    elif half and packs(weight.dtype):
+        return NativeLinear(native, weight, bias)
+    if weight.dtype != torch.float32 and packs(weight.dtype):
         # A prompt's many rows wait for the products, not for memory, and this processor has instructions for them.
         many = partial(_linear_in_half, weight, bias)
     if isinstance(few, NativeLinear):  # stays what it is, for the layers that run in one piece
@@ -65,11 +64,10 @@ def arithmetic(weight: Tensor) -> torch.dtype:
 def half_linear(weight: Tensor, bias: Tensor | None = None) -> Linear | None:
     """``x [N, in] -> float32 [N, out]``: the weight lies in memory as float16, products and sums are float32.
 
-    By `eagle2.native`, else by FBGEMM.
-    A pass of few rows waits for the weights, which are half as many bytes so, and no instructions for half precision are
-    needed.  Weights in float16 and bfloat16 lose nothing that float32's sums would keep: where they leave float16's range, a
-    power of two brings them into it and is taken out of the sums again.  Float32 weights are taken where that holds for
-    them too, as for models that were published in half precision.
+    By `eagle2.native`, else by FBGEMM.  A pass of few rows waits for the weights, which are half as many bytes so, and no
+    instructions for half precision are needed.  Weights in float16 and bfloat16 lose nothing that float32's sums would keep:
+    where they leave float16's range, a power of two brings them into it and is taken out of the sums again.  Float32 weights
+    are taken where that holds for them too, as for models that were published in half precision.
 
     None for other weights, on other devices, and where there is neither (elsewhere than on x86).
     """

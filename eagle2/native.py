@@ -230,9 +230,9 @@ def top(x: Tensor, k: int, *, softmax: bool = False) -> tuple[list[list[float]],
         values, ids = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64)
         native.eagle2_top(x.data_ptr(), rows, n, k, softmax, values.data_ptr(), ids.data_ptr(), torch.get_num_threads())
         return values.tolist(), ids.tolist()
-    if k == 1 and not softmax:  # quicker than topk, and the first of equals as above
-        best = x.argmax(-1, keepdim=True)
-        return x.gather(-1, best).tolist(), best.tolist()
+    if k == 1 and not softmax:  # several times quicker than topk or argmax, and the first of equals as above
+        best = x.max(-1, keepdim=True)
+        return best.values.tolist(), best.indices.tolist()
     found = (x.log_softmax(-1) if softmax else x).topk(k, -1)
     return found.values.tolist(), found.indices.tolist()
 

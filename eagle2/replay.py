@@ -193,8 +193,7 @@ def _decode(
     with _decoding_attention(target):
         while True:
             logits = target.lm_head(hidden[:, -1])  # [rows, V]
-            check_finite(logits, "target", len(max(outputs, key=len)))
-            choices = logits.max(-1).indices.tolist()  # several times faster than argmax on a CPU
+            choices = check_finite(logits, "target", len(max(outputs, key=len)))
             going = []
             for place, row in enumerate(batch.rows):
                 output = outputs[row]
