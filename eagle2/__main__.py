@@ -101,6 +101,10 @@ def _parser() -> argparse.ArgumentParser:
                        help="passes in which a row does not depend on how many ride along (native ones are so anyway): in half "
                        "precision on a CPU, both lanes then hardly ever part")  # fmt: skip
 
+    group.add_argument("--exact-draft", action="store_true",
+                       help="run the draft head as it was loaded, not with eight bits per weight, as beside native passes "
+                       "(eval always does)")  # fmt: skip
+
     runs = argparse.ArgumentParser(add_help=False)
     group = runs.add_argument_group("decoding")
     group.add_argument("--max-new-tokens", type=int, default=128, help="exact cap (default: %(default)s)")
@@ -217,7 +221,7 @@ def _loader(args: argparse.Namespace) -> Callable[[], Engine]:
 
     return functools.partial(
         Engine.load, args.model, args.head, dtype=args.dtype, device=args.device, full_vocabulary=args.full_vocabulary,
-        costs="measure" if args.calibrate else "auto", row_invariant=args.row_invariant,
+        costs="measure" if args.calibrate else "auto", row_invariant=args.row_invariant, exact_draft=args.exact_draft,
     )  # fmt: skip
 
 
@@ -534,6 +538,7 @@ def _eval(args: argparse.Namespace) -> None:
     for option, value in (("--limit", args.limit), ("--workers", args.workers)):
         if value is not None and value < 1:
             raise ValueError(f"{option} must be at least 1, not {value}")
+    args.exact_draft = True  # figures of a head are of that head, on every machine
     settings, sets = _settings(args), read_question_sets(args.questions, args.limit)
     cache = Path(args.cache) if args.cache else None
     if cache is not None:  # before minutes of work, not after

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .cost import CostModel, Size, TreePlanner
 from .draft import Proposal
 from .head import DraftHead
-from .lean import lean_linear
+from .lean import draft_linear, lean_linear
 from .lookup import PromptLookup
 from .native import top
 from .target import Target
@@ -120,10 +120,10 @@ class DraftVocabulary:
     With ``token_ids [v]`` (increasing, on any device) only these rows of the LM head are used (FR-Spec, arXiv
     2502.14856); they are gathered once, here.  Confidences are then relative to these tokens: a log-softmax over ``v``,
     not over all ``V``.  The output stays the target's, since it verifies whatever was drafted.  None, or all of the
-    target's tokens: the LM head as it is.  ``size`` is ``v`` or ``V``.
+    target's tokens: the LM head as it is.  ``size`` is ``v`` or ``V``.  ``rounded``: gathered rows by `draft_linear`.
     """
 
-    def __init__(self, target: Target, token_ids: Tensor | None = None) -> None:
+    def __init__(self, target: Target, token_ids: Tensor | None = None, *, rounded: bool = False) -> None:
         self.lm_head, self.dtype = target.lm_head, target.feature_dtype
         if token_ids is not None and len(token_ids) == target.vocab_size:
             token_ids = None
@@ -134,7 +134,7 @@ class DraftVocabulary:
         if self.token_ids is not None and type(self.lm_head) is nn.Linear:
             with align_module_device(self.lm_head):  # brings a weight that is offloaded
                 weight, bias = self.lm_head.weight.detach(), self.lm_head.bias
-                self._linear = lean_linear(
+                self._linear = (draft_linear if rounded else lean_linear)(
                     weight[self.token_ids], None if bias is None else bias.detach()[self.token_ids]
                 )
 

@@ -160,11 +160,13 @@ class Engine:
     needed), "measure" (measured now, whatever the cache holds) or None (automatic trees are refused).
     ``row_invariant``: see `Target`; where sums are in half precision (not on x86 CPUs) both lanes then hardly ever part.
     Native passes (`eagle2.native`) are so without being asked, at no cost.
+    ``exact_draft``: beside native passes the draft head runs with eight bits per weight, which the output does not depend
+    on; with this it runs as it was loaded.
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, head: EagleHead, *, name: str, head_name: str, full_vocabulary: bool = False,
-        costs: Costs = "auto", row_invariant: bool = False,
+        costs: Costs = "auto", row_invariant: bool = False, exact_draft: bool = False,
     ) -> None:  # fmt: skip
         self.target = Target(model, invariant=row_invariant)
         self.model_settings = settings_in_force(model)  # penalties and bans of the model's generation config
@@ -172,8 +174,11 @@ class Engine:
         self.tokenizer, self.name, self.head_name = tokenizer, name, head_name
         # On the same blocks as the target, where these run it.
         lean_head = self.target.why_not_lean is None and LeanHead.refusal(head) is None
-        self._draft_head: DraftHead = LeanHead(head) if lean_head else head
-        self.vocabulary = DraftVocabulary(self.target, None if full_vocabulary else head.draft_token_ids)
+        self.rounded_draft = lean_head and not exact_draft and self.target.forward_name == "native"
+        self._draft_head: DraftHead = LeanHead(head, rounded=self.rounded_draft) if lean_head else head
+        self.vocabulary = DraftVocabulary(
+            self.target, None if full_vocabulary else head.draft_token_ids, rounded=self.rounded_draft
+        )
         eos = model.generation_config.eos_token_id
         if eos is None:
             eos = tokenizer.eos_token_id
@@ -190,7 +195,7 @@ class Engine:
     def load(
         cls, model: str = models.DEFAULT_PRESET, head: str | None = None, *, dtype: str = "auto", device: str = "auto",
         progress: Progress | None = None, full_vocabulary: bool = False, costs: Costs = "auto",
-        row_invariant: bool = False,
+        row_invariant: bool = False, exact_draft: bool = False,
     ) -> Engine:  # fmt: skip
         """Load a preset, a local folder or a hub id; ``head`` is a folder or a hub id (a preset brings its own).
 
@@ -198,7 +203,7 @@ class Engine:
         ``device``: auto, cpu, cuda, cuda:1, or "spread" over all GPUs, this machine's memory and its disk.
         """
         parts = Parts.load(model, head, dtype=dtype, device=device, progress=progress, full_vocabulary=full_vocabulary)
-        return parts.engine(costs=costs, row_invariant=row_invariant)
+        return parts.engine(costs=costs, row_invariant=row_invariant, exact_draft=exact_draft)
 
     @property
     def dtype(self) -> str:
@@ -207,6 +212,11 @@ class Engine:
     @property
     def device(self) -> str:
         return str(self.target.device)
+
+    @property
+    def draft_weights(self) -> str:
+        """Dtype of the weights that drafts are made with."""
+        return "int8" if self.rounded_draft else str(next(self.head.parameters()).dtype).split(".")[-1]
 
     def encode(self, prompt: str) -> list[int]:
         """Prompt ids with the chat template; ValueError for an empty prompt and for a list of them."""
@@ -222,6 +232,7 @@ class Engine:
             if not self._may_measure:
                 raise ValueError("an automatic tree needs a cost model, and this engine was loaded without one")
             key = machine_key(self.target, self._draft_head, self.vocabulary, name=self.name, head_name=self.head_name)
+            key["draft_weights"] = self.draft_weights
             self.costs = calibrated(key, lambda: calibrate(self.target, self._draft_head, self.vocabulary), force=force)
         return self.costs
 
@@ -282,6 +293,7 @@ class Engine:
             "target": self.name,
             "head": self.head_name,
             "draft_vocab": self.vocabulary.size,
+            "draft_weights": self.draft_weights,
             "dtype": self.dtype,
             "arithmetic": str(self.target.arithmetic).split(".")[-1],
             "device": _device_name(self.target.device),

@@ -51,6 +51,15 @@ def lean_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     return few if many is None else lambda x: few(x) if len(x) <= MOST_ROWS else many(x)
 
 
+def draft_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """As `lean_linear`, for drafts: in native code with eight bits per weight, which changes a confidence in its third digit.
+
+    The target verifies whatever is drafted, so the output cannot change.
+    """
+    native = library() if weight.device.type == "cpu" and weight.dtype != torch.float64 else None
+    return lean_linear(weight, bias) if native is None else NativeLinear.rounded(native, weight, bias)
+
+
 def _linear_in_half(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     return F.linear(x.to(weight.dtype), weight, bias).float()
 
@@ -232,8 +241,10 @@ class _Blocks:
     """Decoder layers with fused and packed weights, and the rotations of their positions."""
 
     def __init__(
-        self, layers: Sequence[Any], rotary: Any, *, heads: int, kv_heads: int, head_dim: int, eps: float
-    ) -> None:
+        self, layers: Sequence[Any], rotary: Any, *, heads: int, kv_heads: int, head_dim: int, eps: float,
+        linear: Callable[[Tensor, Tensor | None], Linear] = lean_linear,
+    ) -> None:  # fmt: skip
+        self._linear = linear
         self.heads, self.kv_heads, self.head_dim, self.eps = heads, kv_heads, head_dim, eps
         self.dtype = arithmetic(layers[0].mlp.down_proj.weight)  # of all activations
         self._floors: dict[int, Tensor] = {}
@@ -258,16 +269,16 @@ class _Blocks:
         gate, up = mlp.gate_proj, mlp.up_proj
         return _Layer(
             attention_norm=None if input_norm is None else self._own(input_norm.weight),
-            qkv=lean_linear(torch.cat((q.weight[q_rows], k.weight[k_rows], v.weight)), biases),
-            out=lean_linear(attention.o_proj.weight, attention.o_proj.bias),
+            qkv=self._linear(torch.cat((q.weight[q_rows], k.weight[k_rows], v.weight)), biases),
+            out=self._linear(attention.o_proj.weight, attention.o_proj.bias),
             query_norm=None if query_norm is None else self._own(query_norm.weight)[norm_rows],
             key_norm=None if key_norm is None else self._own(key_norm.weight)[norm_rows],
             mlp_norm=self._own(layer.post_attention_layernorm.weight),
-            gate_up=lean_linear(
+            gate_up=self._linear(
                 torch.cat((gate.weight, up.weight)),
                 None if gate.bias is None else torch.cat((gate.bias, up.bias)).detach(),
             ),
-            down=lean_linear(mlp.down_proj.weight, mlp.down_proj.bias),
+            down=self._linear(mlp.down_proj.weight, mlp.down_proj.bias),
         )
 
     def turns(self, positions: Tensor) -> Tensor:
@@ -514,9 +525,13 @@ class Lean:
 
 
 class LeanHead:
-    """An `EagleHead` on the lean blocks: the same features from the same calls, sooner.  Its weights are copied."""
+    """An `EagleHead` on the lean blocks: the same features from the same calls, sooner.  Its weights are copied.
 
-    def __init__(self, head: EagleHead) -> None:
+    ``rounded``: by `draft_linear`.
+    """
+
+    def __init__(self, head: EagleHead, *, rounded: bool = False) -> None:
+        linear = draft_linear if rounded else lean_linear
         config = head.config
         self.config, self.draft_token_ids = config, head.draft_token_ids
         self._blocks = _Blocks(
@@ -526,9 +541,10 @@ class LeanHead:
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             eps=config.rms_norm_eps,
+            linear=linear,
         )
         self.dtype = self._blocks.dtype
-        self._join = lean_linear(head.fc.weight, head.fc.bias)
+        self._join = linear(head.fc.weight, head.fc.bias)
 
     @staticmethod
     def refusal(head: EagleHead) -> str | None:
@@ -565,6 +581,6 @@ def _turn(x: Tensor, turns: Tensor) -> Tensor:
 
 
 __all__ = [
-    "CLASSES", "Lean", "LeanHead", "LeanWeights", "Paths", "arithmetic", "available_memory", "half_linear", "lean_linear",
+    "CLASSES", "Lean", "LeanHead", "LeanWeights", "Paths", "arithmetic", "available_memory", "draft_linear", "half_linear", "lean_linear",
     "packed_linear", "rounded",
 ]  # fmt: skip

@@ -33,21 +33,31 @@ enum { VECTORS = 1, TILE = 12 };
 #define VECTOR(operation) _mm512_##operation
 #define EACH_HEIGHT(of) of(1) of(2) of(3) of(4) of(5) of(6) of(7) of(8) of(9) of(10) of(11)
 static inline Vector from_half(const uint16_t *x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x)); }
+static inline Vector from_byte(const int8_t *x)
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)));
+}
 #else
 typedef __m256 Vector;
 enum { VECTORS = 2, TILE = 6 };
 #define VECTOR(operation) _mm256_##operation
 #define EACH_HEIGHT(of) of(1) of(2) of(3) of(4) of(5)
 static inline Vector from_half(const uint16_t *x) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x)); }
+static inline Vector from_byte(const int8_t *x)
+{
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)x)));
+}
 #endif
 
-/* Weights [panels, inputs, PANEL] of a linear map, float16 or float32; padded with zeros to whole panels. */
+/* Weights [panels, inputs, PANEL] of a linear map, padded with zeros to whole panels; `bytes` for each of them: 4 is float32,
+ * 2 float16, 1 a whole number, whose unit is the output's scale. */
 typedef struct {
     int64_t outputs, inputs;
     const void *weights;
-    const float *bias; /* may be NULL */
-    float scale;       /* of the sums, before the bias; a power of two */
-    int32_t half;
+    const float *bias;   /* may be NULL */
+    const float *scales; /* of each output, before the bias, padded like the weights; may be NULL */
+    float scale;         /* of all; a power of two */
+    int32_t bytes;
 } Linear;
 
 typedef struct {
@@ -80,9 +90,9 @@ static inline int64_t part(int64_t n, int64_t id, int64_t team) { return n * id 
 
 /* ---- products -------------------------------------------------------------------------------------------------- */
 
-/* Add to sums [rows, PANEL] what `depth` inputs contribute; `rows` and `half` are constants where this is called. */
+/* Add to sums [rows, PANEL] what `depth` inputs contribute; `rows` and `bytes` are constants where this is called. */
 __attribute__((always_inline)) static inline void tile(
-    const int rows, const int half, const void *weights, const float *x, int64_t stride, int64_t depth, float *sums)
+    const int rows, const int bytes, const void *weights, const float *x, int64_t stride, int64_t depth, float *sums)
 {
     enum { WIDTH = PANEL / VECTORS };
     Vector s[TILE][VECTORS]; /* where a compiler leaves the loops over these rolled, they stay in memory */
@@ -91,11 +101,12 @@ __attribute__((always_inline)) static inline void tile(
             s[r][v] = VECTOR(loadu_ps)(sums + r * PANEL + v * WIDTH);
     for (int64_t k = 0; k < depth; k++) {
         Vector w[VECTORS];
-        const uint16_t *narrow = (const uint16_t *)weights + k * PANEL;
-        const float *full = (const float *)weights + k * PANEL;
-        _mm_prefetch((const char *)(half ? (const void *)narrow : full) + AHEAD, _MM_HINT_T0);
-        UNROLLED for (int v = 0; v < VECTORS; v++)
-            w[v] = half ? from_half(narrow + v * WIDTH) : VECTOR(loadu_ps)(full + v * WIDTH);
+        const char *at = (const char *)weights + k * PANEL * bytes;
+        _mm_prefetch(at + AHEAD, _MM_HINT_T0);
+        UNROLLED for (int v = 0; v < VECTORS; v++) {
+            const void *part = at + v * WIDTH * bytes;
+            w[v] = bytes == 1 ? from_byte(part) : bytes == 2 ? from_half(part) : VECTOR(loadu_ps)(part);
+        }
         UNROLLED for (int r = 0; r < rows; r++) {
             const Vector input = VECTOR(set1_ps)(x[r * stride + k]);
             UNROLLED for (int v = 0; v < VECTORS; v++)
@@ -107,33 +118,33 @@ __attribute__((always_inline)) static inline void tile(
             VECTOR(storeu_ps)(sums + r * PANEL + v * WIDTH, s[r][v]);
 }
 
-static void half_tile(int64_t rows, const void *weights, const float *x, int64_t stride, int64_t depth, float *sums)
-{
-#define HEIGHT(rows) case rows: tile(rows, 1, weights, x, stride, depth, sums); return;
-    switch (rows) { EACH_HEIGHT(HEIGHT) }
-    tile(TILE, 1, weights, x, stride, depth, sums);
-#undef HEIGHT
-}
-
-static void full_tile(int64_t rows, const void *weights, const float *x, int64_t stride, int64_t depth, float *sums)
-{
-#define HEIGHT(rows) case rows: tile(rows, 0, weights, x, stride, depth, sums); return;
-    switch (rows) { EACH_HEIGHT(HEIGHT) }
-    tile(TILE, 0, weights, x, stride, depth, sums);
-#undef HEIGHT
-}
+#define HEIGHT(rows) case rows: tile(rows, BYTES, weights, x, stride, depth, sums); return;
+#define TILES(name)                                                                                                    \
+    static void name(int64_t rows, const void *weights, const float *x, int64_t stride, int64_t depth, float *sums)   \
+    {                                                                                                                  \
+        switch (rows) { EACH_HEIGHT(HEIGHT) }                                                                          \
+        tile(TILE, BYTES, weights, x, stride, depth, sums);                                                            \
+    }
+#define BYTES 1
+TILES(byte_tile)
+#undef BYTES
+#define BYTES 2
+TILES(half_tile)
+#undef BYTES
+#define BYTES 4
+TILES(full_tile)
 
 /* One panel's outputs for x [rows, inputs], into sums [rows, PANEL]. */
 static void panel(const Linear *map, int64_t index, const float *x, int64_t rows, float *sums)
 {
-    const int64_t inputs = map->inputs, bytes = PANEL * (map->half ? sizeof(uint16_t) : sizeof(float));
+    const int64_t inputs = map->inputs, bytes = PANEL * map->bytes;
     const char *weights = (const char *)map->weights + index * inputs * bytes;
     const int64_t tiles = (rows + TILE - 1) / TILE;
     memset(sums, 0, rows * PANEL * sizeof(float));
     for (int64_t k = 0; k < inputs; k += DEPTH)
         for (int64_t t = 0; t < tiles; t++) { /* of about the same height: seven rows take less as 3 + 4 than as 6 + 1 */
             const int64_t first = part(rows, t, tiles), height = part(rows, t + 1, tiles) - first;
-            (map->half ? half_tile : full_tile)(
+            (map->bytes == 1 ? byte_tile : map->bytes == 2 ? half_tile : full_tile)(
                 height, weights + k * bytes, x + first * inputs + k, inputs, least(DEPTH, inputs - k),
                 sums + first * PANEL);
         }
@@ -141,6 +152,10 @@ static void panel(const Linear *map, int64_t index, const float *x, int64_t rows
     if (map->scale != 1)
         for (int64_t i = 0; i < rows * PANEL; i++)
             sums[i] *= map->scale;
+    if (map->scales)
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = 0; i < PANEL; i++)
+                sums[r * PANEL + i] *= map->scales[output + i];
     if (map->bias)
         for (int64_t r = 0; r < rows; r++)
             for (int64_t i = 0; i < count; i++)

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 class _LinearStruct(ctypes.Structure):
     _fields_ = (
         ("outputs", ctypes.c_int64), ("inputs", ctypes.c_int64), ("weights", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p), ("scale", ctypes.c_float), ("half", ctypes.c_int32),
+        ("bias", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("scale", ctypes.c_float), ("bytes", ctypes.c_int32),
     )  # fmt: skip
 
 
@@ -171,38 +171,48 @@ def _check(loaded: ctypes.CDLL) -> None:
     """Products as torch's, before anything relies on them."""
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(40, 24, generator=generator).half(), torch.randn(26, 24, generator=generator)
-    for each in (weight, weight.float()):
+    for each in (weight, weight.float(), (weight * 20).to(torch.int8)):
         linear = NativeLinear(loaded, each)
         for rows in range(1, len(x) + 1):
-            if not torch.allclose(linear(x[:rows]), F.linear(x[:rows], weight.float()), rtol=1e-4, atol=1e-4):
+            if not torch.allclose(linear(x[:rows]), F.linear(x[:rows], each.float()), rtol=1e-4, atol=1e-4):
                 raise NativeError("what was compiled gives wrong results")
 
 
 class NativeLinear:
-    """``x [N, in] -> float32 [N, out]``: ``weight [out, in]`` in float16 or float32, products and sums in float32.
+    """``x [N, in] -> float32 [N, out]``: ``weight [out, in]`` in float16, float32 or int8, products and sums in float32.
 
-    ``scale``, a power of two, multiplies the sums before ``bias`` is added.  The weight is copied.  ``many``, where it is
-    set, runs instead for more than ``FEW`` rows.
+    ``scale``, a power of two, and ``scales [out]`` multiply the sums before ``bias`` is added.  The weight is copied.
+    ``many``, where it is set, runs instead for more than ``FEW`` rows.
     """
 
     FEW = 64
 
     def __init__(
-        self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0
+        self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0,
+        scales: Tensor | None = None,
     ) -> None:  # fmt: skip
-        if weight.dtype not in (torch.float16, torch.float32):
-            raise ValueError(f"native products take weights in float16 and float32, not {weight.dtype}")
+        if weight.dtype not in (torch.float16, torch.float32, torch.int8):
+            raise ValueError(f"native products take weights in float16, float32 and int8, not {weight.dtype}")
         self.outputs, self.inputs = weight.shape
         self.library = library
         self.many: Callable[[Tensor], Tensor] | None = None
-        padded = F.pad(weight.detach(), (0, 0, 0, -self.outputs % PANEL))
+        padding = -self.outputs % PANEL
+        padded = F.pad(weight.detach(), (0, 0, 0, padding))
         self._weights = padded.view(-1, PANEL, self.inputs).transpose(1, 2).contiguous()
         self._bias = None if bias is None else bias.detach().float().contiguous()
+        self._scales = None if scales is None else F.pad(scales.detach().float(), (0, padding))
         self.struct = _LinearStruct(
-            self.outputs, self.inputs, self._weights.data_ptr(), _pointer(self._bias), scale,
-            weight.dtype == torch.float16,
+            self.outputs, self.inputs, self._weights.data_ptr(), _pointer(self._bias), _pointer(self._scales), scale,
+            weight.element_size(),
         )  # fmt: skip
         self._address = ctypes.addressof(self.struct)
+
+    @classmethod
+    def rounded(cls, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
+        """``weight`` in eight bits, with a scale for each output: half of float16's bytes, for drafts."""
+        weight = weight.detach().float()
+        scales = weight.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny) / 127
+        return cls(library, (weight / scales[:, None]).round().to(torch.int8), bias, scales=scales)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.few(x) if self.many is None or len(x) <= self.FEW else self.many(x)

@@ -165,7 +165,7 @@ def _tau(recipe: Recipe, out: Path, device: str) -> dict[str, Any]:
         known = read_settings(path)
         if known.get("of") == of:
             return dict(known["result"])
-    load = functools.partial(Engine.load, recipe.target, str(out / "head"), device=device)
+    load = functools.partial(Engine.load, recipe.target, str(out / "head"), device=device, exact_draft=True)
     result = evaluate_sets(load, sets, config.settings)
     write_file(path, lambda p: p.write_text(json.dumps({"of": of, "result": result}, indent=1) + "\n"))
     return result

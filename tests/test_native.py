@@ -20,12 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from eagle2 import native
+from eagle2.engine import Engine, Settings
+from eagle2.generate import Step
 from eagle2.lean import LeanWeights
 from eagle2.native import NativeError, NativeLayers, NativeLinear, library
 from eagle2.target import Target
 from eagle2.tree import DraftTree
 from tests.test_target import PROMPT, TREE
-from tests.tiny import tiny_model
+from tests.tiny import byte_tokenizer, tiny_head, tiny_model
 
 LIBRARY: Any = library()
 needs_native = pytest.mark.skipif(LIBRARY is None, reason="no native code here")
@@ -80,8 +82,46 @@ def test_products_take_rows_as_they_come_and_refuse_others() -> None:
     torch.testing.assert_close(linear(x), linear(x.float().contiguous()))
     with pytest.raises(ValueError, match="rows of 8 numbers"):
         linear(torch.randn(3, 9))
-    with pytest.raises(ValueError, match="float16 and float32"):
+    with pytest.raises(ValueError, match="float16, float32 and int8"):
         NativeLinear(LIBRARY, torch.randn(4, 4).double())
+
+
+@needs_native
+def test_eight_bits_per_weight_round_each_output_by_its_own_scale() -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(37, 600) * torch.logspace(-20, 20, 37)[:, None], torch.randn(37)
+    weight[5] = 0
+    scales = weight.abs().amax(-1) / 127
+    linear = NativeLinear.rounded(LIBRARY, weight, bias)
+    stored = torch.where(scales[:, None] > 0, (weight / scales[:, None]).round() * scales[:, None], 0.0)
+    assert ((stored - weight).abs() <= 0.51 * scales[:, None]).all()
+    for rows in (1, 3, 6, 8, 20):
+        x = torch.randn(rows, 600)
+        exact = x.double() @ stored.double().T + bias
+        bound = 610 * 2.0**-24 * (x.abs().double() @ stored.abs().double().T + bias.abs())
+        assert ((linear(x) - exact).abs() <= bound).all()
+        assert torch.equal(linear(x[:1]), linear(x)[:1])
+
+
+@needs_native
+def test_drafts_with_eight_bits_per_weight_leave_the_output_as_it_is() -> None:
+    tokenizer = byte_tokenizer()
+    model = tiny_model(vocab_size=len(tokenizer))
+    head = tiny_head(model).with_draft_tokens(torch.arange(3, 200))
+    settings = Settings(max_new_tokens=40, depth=3, top_k=3, total_tokens=8)
+    made = [
+        Engine(model, tokenizer, head, name="tiny", head_name="tiny", costs=None, exact_draft=exact)
+        for exact in (False, True)
+    ]
+    assert [engine.metadata(settings)["draft_weights"] for engine in made] == ["int8", "float32"]
+    steps = [[item for item in engine.run([5, 6, 7], settings) if isinstance(item, Step)] for engine in made]
+    ids = [[token for step in run for token in step.emitted] for run in steps]
+    plain = [token for item in made[0].run([5, 6, 7], settings, drafted=False) if isinstance(item, Step)
+             for token in item.emitted]  # fmt: skip
+    assert ids[0] == ids[1] == plain
+    one, other = (run[0].proposal.expanded for run in steps)
+    assert not torch.equal(one.confidence, other.confidence)
+    torch.testing.assert_close(one.confidence[:4], other.confidence[:4], rtol=0.05, atol=0.005)
 
 
 @needs_native
