@@ -446,7 +446,7 @@ def _conditions(meta: Mapping[str, Any], *, drafted: bool = True) -> str:
 
     tree, versions = meta["tree"], meta["versions"]
     head = (
-        f", head {meta['head']}, {tree['kind']} tree {tree['depth']}/{tree['top_k']}/{tree['total_tokens']}"
+        f", head {meta['head']} in {meta['draft_weights']}, {tree['kind']} tree {tree['depth']}/{tree['top_k']}/{tree['total_tokens']}"
         f"{' with lookup' * tree['lookup']}, {meta['draft_vocab']} tokens drafted"
     )
     return (
@@ -496,7 +496,7 @@ def _gallery(args: argparse.Namespace) -> None:
         return
     print(gallery.table(rows))
     meta = recording.trace.metadata
-    print(f"{meta['target']}, head {meta['head']}, {machinery(meta)}")
+    print(f"{meta['target']}, head {meta['head']} in {meta['draft_weights']}, {machinery(meta)}")
 
 
 def _models(args: argparse.Namespace) -> None:

@@ -499,7 +499,7 @@ def table(result: Mapping[str, Any]) -> str:
         lines.append("interrupted: prompts that not all methods have finished are in no figure")
     meta = result["settings"]
     lines += [
-        f"{meta['target']}, head {meta['head']}, {machinery(meta)}, "
+        f"{meta['target']}, head {meta['head']} in {meta['draft_weights']}, {machinery(meta)}, "
         f"{meta['max_new_tokens']} new tokens, greedy, rounds: {result['rounds']}, torch {meta['versions']['torch']}, "
         f"transformers {meta['versions']['transformers']}",
         f"speed-up: tokens/s over {BASE}'s on the same prompt, prefill included, median over prompts; total: all tokens by "

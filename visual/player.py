@@ -200,6 +200,7 @@ def facts(trace: Trace) -> tuple[tuple[str, str], ...]:
     said = [
         ("model", meta["target"]),
         ("draft head", meta["head"]),
+        ("draft weights", meta.get("draft_weights", "")),
         ("device", f"{meta['device']}, {meta['threads']} thread{'s' * (meta['threads'] != 1)}"),
         ("dtype", precision(meta)),
         ("tree", f"{shape.get('kind', '?')}, {_tree_size(shape)}"),
