@@ -496,7 +496,7 @@ def _gallery(args: argparse.Namespace) -> None:
         return
     print(gallery.table(rows))
     meta = recording.trace.metadata
-    print(f"{meta['target']}, head {meta['head']} in {meta['draft_weights']}, {machinery(meta)}")
+    print(f"{meta['target']}, head {meta['head']}, {machinery(meta)}")
 
 
 def _models(args: argparse.Namespace) -> None:

@@ -94,14 +94,15 @@ def test_a_lane_that_differs_is_reported_with_the_logit_gap(engine: Engine, monk
     verify = loop.verify
     calls = 0
 
-    def other(tree: Any, logits: Any, *args: Any) -> Any:
+    def other(tree: Any, logits: Any, sampling: Any, generator: Any, choices: Any = None) -> Any:
         nonlocal calls
         if len(tree) > 1:
             calls += 1
             if calls == 3:
                 logits = logits.clone()
                 logits[:, expected] -= 100
-        return verify(tree, logits, *args)
+                choices = None
+        return verify(tree, logits, sampling, generator, choices)
 
     monkeypatch.setattr(loop, "verify", other)
     trace = list(engine.race("hello", Settings(max_new_tokens=20)))[-1].trace
