@@ -52,7 +52,7 @@ def lean_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 def draft_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """As `lean_linear`, for drafts: in native code with eight bits per weight, which changes a confidence in its third digit.
+    """As `lean_linear`, for drafts: in native code with eight bits per weight, which moves confidences by about 0.01.
 
     The target verifies whatever is drafted, so the output cannot change.
     """
