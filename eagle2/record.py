@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from .generate import Step
+from .native import top
 from .trace import StepTrace
 from .verify import SamplingParams, target_probs
 
@@ -24,15 +25,23 @@ def step_trace(step: Step, sampling: SamplingParams) -> StepTrace:
     node_of = (0, *proposal.kept)  # verification row -> node of the expanded tree
     row_of = {node: row for row, node in enumerate(node_of)}
     logits = step.output.logits.float()
-    probs = target_probs(logits, sampling)  # [K + 1, V]
-    best = logits.argmax(-1, keepdim=True)  # the distribution's mode is the logits' argmax
+    best_log, best_id = top(logits, 1, softmax=True)
+    best = torch.tensor(best_id, device=logits.device)  # [K + 1, 1]; the distribution's mode is the logits' argmax
+    if sampling.greedy:  # a plain softmax, of which a few elements are wanted
+        total = logits.gather(1, best) - torch.tensor(best_log, device=logits.device)  # log of the sum of exponentials
+        probs = None
+    else:
+        probs = target_probs(logits, sampling)  # [K + 1, V]
     if proposal.kept:
         parent_rows = torch.tensor([row_of[tree.parents[node]] for node in proposal.kept], device=logits.device)
         tokens = tree.token_ids[list(proposal.kept)].to(logits.device)
-        kept_probs = probs[parent_rows, tokens]
-        ranks = (logits[parent_rows] > logits[parent_rows, tokens][:, None]).sum(-1).tolist()
+        kept_logits = logits[parent_rows, tokens]
+        kept_probs = (kept_logits - total[parent_rows, 0]).exp() if probs is None else probs[parent_rows, tokens]
+        above = [torch.count_nonzero(logits[row] > own) for row, own in zip(parent_rows.tolist(), kept_logits)]
+        ranks = torch.stack(above).tolist()  # row by row: no copy of rows, and half of the time of one sum
     else:
-        kept_probs, ranks = probs.new_zeros(0), []
+        kept_probs, ranks = logits.new_zeros(0), []
+    choice_probs = torch.tensor(best_log).exp()[:, 0] if probs is None else probs.gather(1, best)[:, 0]
     return StepTrace(
         token_ids=tuple(tree.token_ids.tolist()),
         parents=tree.parents,
@@ -43,7 +52,7 @@ def step_trace(step: Step, sampling: SamplingParams) -> StepTrace:
         target_probs=_short(kept_probs.clamp(max=1)),
         target_ranks=tuple(ranks),
         choice_ids=tuple(best[:, 0].tolist()),
-        choice_probs=_short(probs.gather(1, best)[:, 0].clamp(max=1)),
+        choice_probs=_short(choice_probs.clamp(max=1)),
         accepted=tuple(node_of[row] for row in verdict.accepted),
         next_id=verdict.next_token,
         next_kind=verdict.kind,

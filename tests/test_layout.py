@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "lookup": {"draft", "tree"},
     "processors": {"target", "tree"},
     "generate": {"draft", "processors", "target", "tree", "verify"},
-    "record": {"generate", "trace", "verify"},
+    "record": {"generate", "native", "trace", "verify"},
     "race": {"generate", "record", "text", "trace", "verify"},
     "engine": {
         "calibrate",
