@@ -189,6 +189,7 @@ def machine_key(
         "draft_vocab": vocabulary.size,
         "forward": target.forward_name,
         "lean_head": isinstance(head, LeanHead),
+        "rounded_draft": isinstance(head, LeanHead) and head.rounded,
         "row_invariant": target.row_invariant,
         "dtype": str(target.dtype).split(".")[-1],
         "arithmetic": str(target.arithmetic).split(".")[-1],

@@ -62,14 +62,13 @@ class CostModel:
             raise CostError("the overhead must be finite and not negative")
 
     @cached_property
-    def verify_table(self) -> tuple[float, ...]:
-        """`verify` of the first ``TABLE`` numbers of rows."""
+    def _verify_table(self) -> tuple[float, ...]:
         return tuple(_on_curve(self.verify_rows, self.verify_seconds, n) for n in range(TABLE))
 
     def verify(self, rows: int) -> float:
         """Seconds of one target pass over ``rows`` rows, the root's included."""
         if rows < TABLE:
-            return self.verify_table[rows]
+            return self._verify_table[rows]
         return _on_curve(self.verify_rows, self.verify_seconds, rows)
 
     def draft(self, rows: int) -> float:
@@ -142,11 +141,11 @@ def best_cut(values: Sequence[float], draft_seconds: float, costs: CostModel, li
     curve need not be convex, so every n up to ``limit`` is looked at.
     """
     count = len(values) if limit is None else min(len(values), limit)
-    besides, verify = draft_seconds + costs.overhead, costs.verify_table  # `rate`, without its calls: this runs often
-    best, best_rate, expected = 0, 1 / (besides + verify[1]), 1.0
+    besides = draft_seconds + costs.overhead  # `rate`, with one call instead of three: this runs often
+    best, best_rate, expected = 0, 1 / (besides + costs.verify(1)), 1.0
     for n in range(1, count + 1):
         expected += values[n - 1]
-        rate = expected / (besides + (verify[1 + n] if n < TABLE - 1 else costs.verify(1 + n)))
+        rate = expected / (besides + costs.verify(1 + n))
         if rate > best_rate:
             best, best_rate = n, rate
     return best

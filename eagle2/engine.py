@@ -232,7 +232,6 @@ class Engine:
             if not self._may_measure:
                 raise ValueError("an automatic tree needs a cost model, and this engine was loaded without one")
             key = machine_key(self.target, self._draft_head, self.vocabulary, name=self.name, head_name=self.head_name)
-            key["draft_weights"] = self.draft_weights
             self.costs = calibrated(key, lambda: calibrate(self.target, self._draft_head, self.vocabulary), force=force)
         return self.costs
 

@@ -26,7 +26,7 @@ from .head import EagleHead, HeadCache
 from .native import NativeLayers, NativeLinear, library
 
 ROPE_TYPES = ("default", "linear", "llama3")  # angles that depend on the position alone
-MOST_ROWS = 64  # of a tree's pass, for the choice of kernels; those of a prompt may have more
+MOST_ROWS = NativeLinear.FEW  # of a tree's pass, for the choice of kernels; those of a prompt may have more
 CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 Linear = Callable[[Tensor], Tensor]
@@ -531,6 +531,7 @@ class LeanHead:
     """
 
     def __init__(self, head: EagleHead, *, rounded: bool = False) -> None:
+        self.rounded = rounded
         linear = draft_linear if rounded else lean_linear
         config = head.config
         self.config, self.draft_token_ids = config, head.draft_token_ids

@@ -79,9 +79,8 @@ def test_proposals_are_those_of_the_eagle_drafter(
     if "reduced" in kind:
         head.with_draft_tokens(torch.tensor([*range(3, 30), 44]))
     settings, target = TreeSettings("dynamic", depth, top_k, total), Target(model, lean=False)
-    monkeypatch.setattr(
-        "eagle2.native.library", lambda: None
-    )  # both by torch's topk, which leaves the order of equals open
+    # Both by torch's topk, which leaves the order of equals open.
+    monkeypatch.setattr("eagle2.native.library", lambda: None)
     expected = run(target, EagleDrafter(head, target, settings), count=9)
     made = run(target, DeviceEagleDrafter(head, target, settings), count=9)
     assert len(made) == len(expected) >= 3
