@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from ctypes import CDLL
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -35,6 +36,8 @@ Linear = Callable[[Tensor], Tensor]
 def lean_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """``x [N, in] -> [N, out]`` for lean passes, in the `arithmetic` of the weight's dtype; the weight is packed once."""
     weight = weight.detach()
+    if (native := _for_pairs(weight)) is not None:
+        return NativeLinear(native, weight, bias)
     few, many = half_linear(weight, bias), None
     if few is None:
         dtype = arithmetic(weight)
@@ -62,6 +65,13 @@ def draft_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 def _linear_in_half(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     return F.linear(x.to(weight.dtype), weight, bias).float()
+
+
+def _for_pairs(weight: Tensor) -> CDLL | None:
+    """Native code, where it has products in the weight's bfloat16."""
+    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
+        return None
+    return native if (native := library()) is not None and native.eagle2_pairs() else None
 
 
 def arithmetic(weight: Tensor) -> torch.dtype:
@@ -381,6 +391,11 @@ class LeanWeights(_Blocks):
         head = model.get_output_embeddings()
         self.lm_head = lean_linear(head.weight, head.bias)
 
+    @property
+    def arithmetic(self) -> torch.dtype:
+        """What products' inputs are rounded to; float32 where they are not.  Sums may be wider."""
+        return torch.bfloat16 if isinstance(self.lm_head, NativeLinear) and self.lm_head.pairs else self.dtype
+
     @cached_property
     def invariant_rows(self) -> int | None:
         """Fewest rows to whose multiples passes must be padded for a row's products not to depend on the other rows.
@@ -467,16 +482,18 @@ class Lean:
         if self.capacity < capacity:
             w = self.weights
             self.capacity = capacity
-            padded = self.invariant and w.native is None
-            room = capacity + MOST_ROWS if padded else capacity  # rows of padding lie behind those that count
+            if w.native is not None:
+                self._kv = w.native.new_cache(capacity)
+                return
+            room = capacity + MOST_ROWS if self.invariant else capacity  # rows of padding lie behind those that count
             self._kv = torch.empty(len(w.layers), 2 * w.kv_heads, room, w.head_dim, dtype=w.dtype)
 
     def reserve(self, capacity: int) -> None:
         """Make room for ``capacity`` rows where there is less; the committed ones stay."""
         if self.capacity < capacity:
-            length, before = self.length, self._kv
+            length, before, held = self.length, self._kv, self._kv.shape[2]
             self.reset(capacity)
-            self._kv[:, :, :length] = before[:, :, :length]
+            self._kv[:, :, :held] = before  # whole panels, where native passes have an order of their own
             self.length = length
 
     def truncate(self, length: int) -> None:
@@ -485,7 +502,9 @@ class Lean:
     def keep(self, rows: Sequence[int]) -> None:
         """Move the given rows of the last pass to the end of the prefix, in all layers at once."""
         end = self.length + len(rows)
-        if list(rows) != list(range(len(rows))):
+        if self.weights.native is not None:
+            self.weights.native.keep(self._kv, self.length, rows)
+        elif list(rows) != list(range(len(rows))):
             index = torch.tensor(rows) + self.length
             self._kv[:, :, self.length : end] = self._kv.index_select(2, index)
         self.length = end

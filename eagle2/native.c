@@ -19,8 +19,8 @@ enum {
     PANEL = 2 * LANES, /* outputs that are computed together; their weights lie input by input */
     DEPTH = 512,       /* inputs per visit of a panel, so that both its weights and a tile's inputs stay in the L1 cache */
     CHUNK = 96,        /* rows per reading of all weights */
-    QUERIES = 32,      /* that share a reading of the keys */
-    AHEAD = 4096,      /* bytes from the weight in use to the one that is fetched; hardware stops at each page */
+    QUERIES = 36,      /* that share a reading of the keys */
+    AHEAD = 8192,      /* bytes from the weight in use to the one that is fetched into the L2 cache; hardware stops at pages */
 };
 
 #define UNROLLED _Pragma("GCC unroll 12")
@@ -50,14 +50,15 @@ static inline Vector from_byte(const int8_t *x)
 #endif
 
 /* Weights [panels, inputs, PANEL] of a linear map, padded with zeros to whole panels; `bytes` for each of them: 4 is float32,
- * 2 float16, 1 a whole number, whose unit is the output's scale. */
+ * 2 float16, 1 a whole number, whose unit is the output's scale.  With `pairs` they lie as [panels, inputs / 2, PANEL, 2], two
+ * bytes are bfloat16, and so are the map's inputs, whose number is even. */
 typedef struct {
     int64_t outputs, inputs;
     const void *weights;
     const float *bias;   /* may be NULL */
     const float *scales; /* of each output, before the bias, padded like the weights; may be NULL */
     float scale;         /* of all; a power of two */
-    int32_t bytes;
+    int32_t bytes, pairs;
 } Linear;
 
 typedef struct {
@@ -74,13 +75,16 @@ typedef struct {
     const float *final_norm; /* may be NULL */
 } Blocks;
 
-/* One pass.  The rows' own keys and values go to the slots total - rows .. total - 1. */
+/* One pass.  The rows' own keys and values go to the slots total - rows .. total - 1.
+ *
+ * With `paired` the cache is bfloat16 and a head's slots lie as the weights of `pairs`, so that attention is made of the same
+ * products: keys [slots / PANEL, size / 2, PANEL slots, 2], a panel's outputs being slots; values [slots / 2, size, 2]. */
 typedef struct {
     int64_t rows, total, newest;
     const uint8_t *visible; /* [rows, newest]: which of the newest slots a row attends to; it attends to all before */
     const float *turns;     /* [rows, size / 2, 2]: cosine and sine */
-    float *kv;              /* [layers, 2 * kv_heads, slots, size]: keys, then values */
-    int64_t layer_stride, head_stride;
+    void *kv;               /* [layers, 2 * kv_heads, slots, size]: keys, then values */
+    int64_t layer_stride, head_stride, paired;
 } Pass;
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -102,7 +106,7 @@ __attribute__((always_inline)) static inline void tile(
     for (int64_t k = 0; k < depth; k++) {
         Vector w[VECTORS];
         const char *at = (const char *)weights + k * PANEL * bytes;
-        _mm_prefetch(at + AHEAD, _MM_HINT_T0);
+        _mm_prefetch(at + AHEAD, _MM_HINT_T1);
         UNROLLED for (int v = 0; v < VECTORS; v++) {
             const void *part = at + v * WIDTH * bytes;
             w[v] = bytes == 1 ? from_byte(part) : bytes == 2 ? from_half(part) : VECTOR(loadu_ps)(part);
@@ -120,7 +124,7 @@ __attribute__((always_inline)) static inline void tile(
 
 #define HEIGHT(rows) case rows: tile(rows, BYTES, weights, x, stride, depth, sums); return;
 #define TILES(name)                                                                                                    \
-    static void name(int64_t rows, const void *weights, const float *x, int64_t stride, int64_t depth, float *sums)   \
+    static void name(int64_t rows, const void *weights, const void *x, int64_t stride, int64_t depth, float *sums)    \
     {                                                                                                                  \
         switch (rows) { EACH_HEIGHT(HEIGHT) }                                                                          \
         tile(TILE, BYTES, weights, x, stride, depth, sums);                                                            \
@@ -134,19 +138,87 @@ TILES(half_tile)
 #define BYTES 4
 TILES(full_tile)
 
+#ifdef __AVX512BF16__
+/* As `tile`: bfloat16's products, two for each sum at once, are added in float32.  It holds whole numbers of a byte. */
+__attribute__((always_inline)) static inline void pair_tile_of(
+    const int rows, const int bytes, const void *weights, const uint16_t *x, int64_t stride, int64_t depth, float *sums)
+{
+    __m512 s[TILE];
+    UNROLLED for (int r = 0; r < rows; r++)
+        s[r] = _mm512_loadu_ps(sums + r * PANEL);
+    for (int64_t k = 0; k < depth; k += 2) {
+        const char *at = (const char *)weights + k * PANEL * bytes;
+        _mm_prefetch(at + AHEAD, _MM_HINT_T1);
+        const __m512bh w =
+            bytes == 1 ? _mm512_cvtne2ps_pbh(from_byte((const int8_t *)at + PANEL), from_byte((const int8_t *)at))
+                       : (__m512bh)_mm512_loadu_si512(at);
+        UNROLLED for (int r = 0; r < rows; r++) {
+            int32_t pair;
+            memcpy(&pair, x + r * stride + k, sizeof(pair));
+            s[r] = _mm512_dpbf16_ps(s[r], w, (__m512bh)_mm512_set1_epi32(pair));
+        }
+    }
+    UNROLLED for (int r = 0; r < rows; r++)
+        _mm512_storeu_ps(sums + r * PANEL, s[r]);
+}
+
+#define PAIR_HEIGHT(rows) case rows: pair_tile_of(rows, BYTES, weights, x, stride, depth, sums); return;
+#define PAIR_TILES(name)                                                                                               \
+    static void name(int64_t rows, const void *weights, const void *x, int64_t stride, int64_t depth, float *sums)    \
+    {                                                                                                                  \
+        switch (rows) { EACH_HEIGHT(PAIR_HEIGHT) }                                                                     \
+        pair_tile_of(TILE, BYTES, weights, x, stride, depth, sums);                                                    \
+    }
+#undef BYTES
+#define BYTES 1
+PAIR_TILES(byte_pair_tile)
+#undef BYTES
+#define BYTES 2
+PAIR_TILES(pair_tile)
+
+int32_t eagle2_pairs(void) { return 1; }
+
+/* To bfloat16; y may be x. */
+static void shorten(const float *x, int64_t count, uint16_t *y)
+{
+    for (int64_t i = 0; i < count; i += LANES) {
+        const __m128bh rounded = _mm256_cvtneps_pbh(_mm256_loadu_ps(x + i));
+        memcpy(y + i, &rounded, sizeof(rounded));
+    }
+}
+#else
+int32_t eagle2_pairs(void) { return 0; }
+#define byte_pair_tile byte_tile /* never called */
+#define pair_tile half_tile
+static void shorten(const float *x, int64_t count, uint16_t *y) {}
+#endif
+
+static inline int64_t bytes_of_input(const Linear *map) { return map->pairs ? sizeof(uint16_t) : sizeof(float); }
+
+/* Put `count` numbers, a multiple of LANES, at `index` of what the map takes as its inputs. */
+static inline void feed(const Linear *map, const float *x, int64_t count, void *inputs, int64_t index)
+{
+    if (map->pairs)
+        shorten(x, count, (uint16_t *)inputs + index);
+    else if (x != (float *)inputs + index)
+        memcpy((float *)inputs + index, x, count * sizeof(float));
+}
+
 /* One panel's outputs for x [rows, inputs], into sums [rows, PANEL]. */
-static void panel(const Linear *map, int64_t index, const float *x, int64_t rows, float *sums)
+static void panel(const Linear *map, int64_t index, const void *x, int64_t rows, float *sums)
 {
     const int64_t inputs = map->inputs, bytes = PANEL * map->bytes;
+    void (*const multiply)(int64_t, const void *, const void *, int64_t, int64_t, float *) =
+        map->pairs ? (map->bytes == 1 ? byte_pair_tile : pair_tile) : map->bytes == 1 ? byte_tile : map->bytes == 2 ? half_tile : full_tile;
     const char *weights = (const char *)map->weights + index * inputs * bytes;
     const int64_t tiles = (rows + TILE - 1) / TILE;
     memset(sums, 0, rows * PANEL * sizeof(float));
     for (int64_t k = 0; k < inputs; k += DEPTH)
         for (int64_t t = 0; t < tiles; t++) { /* of about the same height: seven rows take less as 3 + 4 than as 6 + 1 */
             const int64_t first = part(rows, t, tiles), height = part(rows, t + 1, tiles) - first;
-            (map->bytes == 1 ? byte_tile : map->bytes == 2 ? half_tile : full_tile)(
-                height, weights + k * bytes, x + first * inputs + k, inputs, least(DEPTH, inputs - k),
-                sums + first * PANEL);
+            multiply(
+                height, weights + k * bytes, (const char *)x + (first * inputs + k) * bytes_of_input(map), inputs,
+                least(DEPTH, inputs - k), sums + first * PANEL);
         }
     const int64_t output = index * PANEL, count = least(PANEL, map->outputs - output);
     if (map->scale != 1)
@@ -166,14 +238,14 @@ static inline int64_t panels(const Linear *map) { return (map->outputs + PANEL -
 
 /* y [rows, outputs] from x [rows, inputs], or added to y: the share of one thread.  `sums` holds CHUNK * PANEL floats. */
 static void product(
-    const Linear *map, const float *x, int64_t rows, float *y, int add, float *sums, int64_t id, int64_t team)
+    const Linear *map, const void *x, int64_t rows, float *y, int add, float *sums, int64_t id, int64_t team)
 {
     const int64_t outputs = map->outputs, end = part(panels(map), id + 1, team);
     for (int64_t first = 0; first < rows; first += CHUNK) {
         const int64_t chunk = least(CHUNK, rows - first);
         for (int64_t p = part(panels(map), id, team); p < end; p++) {
             const int64_t count = least(PANEL, outputs - p * PANEL);
-            panel(map, p, x + first * map->inputs, chunk, sums);
+            panel(map, p, (const char *)x + first * map->inputs * bytes_of_input(map), chunk, sums);
             for (int64_t r = 0; r < chunk; r++) {
                 float *to = y + (first + r) * outputs + p * PANEL;
                 for (int64_t i = 0; i < count; i++)
@@ -183,7 +255,7 @@ static void product(
     }
 }
 
-void eagle2_linear(const Linear *map, const float *x, int64_t rows, float *y, int32_t threads)
+void eagle2_linear(const Linear *map, const void *x, int64_t rows, float *y, int32_t threads)
 {
 #pragma omp parallel num_threads(threads)
     {
@@ -315,6 +387,7 @@ typedef struct {
     const float *query;
     const int32_t *path;
     int64_t extra;
+    int64_t straight; /* of the path's slots, so many that lie right behind those that all see, in order */
     float *y;
 } Query;
 
@@ -362,6 +435,195 @@ static void attend(
     }
 }
 
+/* ---- the same in bfloat16 -------------------------------------------------------------------------------------- */
+
+/* Where element i of a slot's key and value lies within its head's keys and values. */
+static inline int64_t key_at(int64_t slot, int64_t i, int64_t size)
+{
+    return slot / PANEL * PANEL * size + i / 2 * 2 * PANEL + slot % PANEL * 2 + i % 2;
+}
+static inline int64_t value_at(int64_t slot, int64_t i, int64_t size) { return (slot / 2 * size + i) * 2 + slot % 2; }
+
+static void copy_slot(uint16_t *keys, uint16_t *values, int64_t from, int64_t to, int64_t size)
+{
+    for (int64_t i = 0; i < size; i++) {
+        keys[key_at(to, i, size)] = keys[key_at(from, i, size)];
+        values[value_at(to, i, size)] = values[value_at(from, i, size)];
+    }
+}
+
+/* Move `count` slots behind the first `length`, slots[j] + length to j + length; slots[j] >= j, ascending. */
+void eagle2_keep(
+    uint16_t *kv, int64_t layers, int64_t kv_heads, int64_t layer_stride, int64_t head_stride, int64_t size,
+    int64_t length, const int64_t *slots, int64_t count)
+{
+    for (int64_t l = 0; l < layers; l++)
+        for (int64_t head = 0; head < kv_heads; head++) {
+            uint16_t *keys = kv + l * layer_stride + head * head_stride, *values = keys + kv_heads * head_stride;
+            for (int64_t j = 0; j < count; j++)
+                if (slots[j] != j)
+                    copy_slot(keys, values, length + slots[j], length + j, size);
+        }
+}
+
+#ifdef __AVX512BF16__
+/* As `exponential`. */
+static inline __m512 exponential_of_16(__m512 x)
+{
+    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.3f)), _mm512_set1_ps(88.3f));
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+    x = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    x = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), x);
+    __m512 y = _mm512_set1_ps(1.9875691500e-4f);
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(1.3981999507e-3f));
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(8.3334519073e-3f));
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(4.1665795894e-2f));
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(1.6666665459e-1f));
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(5.0000001201e-1f));
+    y = _mm512_fmadd_ps(y, _mm512_mul_ps(x, x), _mm512_add_ps(x, _mm512_set1_ps(1)));
+    return _mm512_scalef_ps(y, n);
+}
+
+/* Scores [padded] of one query become weights in bfloat16, at the place of the scores; they are to be divided by what is
+ * returned.  Those behind `count` become 0. */
+static float soften_to_pairs(float *scores, int64_t count, int64_t padded)
+{
+    const __m512 none = _mm512_set1_ps(-__builtin_inff());
+    for (int64_t t = count; t < padded; t++)
+        scores[t] = -__builtin_inff();
+    __m512 most = none;
+    for (int64_t t = 0; t < padded; t += PANEL)
+        most = _mm512_max_ps(most, _mm512_loadu_ps(scores + t));
+    const __m512 highest = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t t = 0; t < padded; t += PANEL) {
+        const __m512 x = _mm512_loadu_ps(scores + t);
+        const __m512 e = _mm512_maskz_mov_ps(
+            _mm512_cmp_ps_mask(x, none, _CMP_NEQ_UQ), exponential_of_16(_mm512_sub_ps(x, highest)));
+        sum = _mm512_add_ps(sum, e);
+        const __m256bh rounded = _mm512_cvtneps_pbh(e);
+        memcpy((uint16_t *)scores + t, &rounded, sizeof(rounded));
+    }
+    return _mm512_reduce_add_ps(sum);
+}
+
+/* Add to y, rows of `stride` floats, the `count` values [count / 2, size, 2] times the rows' weights: `vectors` * PANEL elements. */
+__attribute__((always_inline)) static inline void mix_pairs_of(
+    const int rows, const int vectors, const uint16_t *weights, int64_t room, const uint16_t *values, int64_t count,
+    int64_t size, float *y, int64_t stride)
+{
+    __m512 s[6][4];
+    UNROLLED for (int r = 0; r < rows; r++)
+        UNROLLED for (int v = 0; v < vectors; v++)
+            s[r][v] = _mm512_loadu_ps(y + r * stride + v * PANEL);
+    for (int64_t t = 0; t < count; t += 2) {
+        __m512bh each[4];
+        UNROLLED for (int v = 0; v < vectors; v++)
+            each[v] = (__m512bh)_mm512_loadu_si512(values + t * size + v * 2 * PANEL);
+        UNROLLED for (int r = 0; r < rows; r++) {
+            int32_t pair;
+            memcpy(&pair, weights + r * room + t, sizeof(pair));
+            const __m512bh weight = (__m512bh)_mm512_set1_epi32(pair);
+            UNROLLED for (int v = 0; v < vectors; v++)
+                s[r][v] = _mm512_dpbf16_ps(s[r][v], weight, each[v]);
+        }
+    }
+    UNROLLED for (int r = 0; r < rows; r++)
+        UNROLLED for (int v = 0; v < vectors; v++)
+            _mm512_storeu_ps(y + r * stride + v * PANEL, s[r][v]);
+}
+
+/* The same for any number of rows and all elements. */
+static void mix_pairs(
+    int64_t rows, const uint16_t *weights, int64_t room, const uint16_t *values, int64_t count, int64_t size, float *y)
+{
+    for (int64_t r = 0; r < rows;) {
+        const int64_t height = rows - r >= 6 ? 6 : rows - r >= 3 ? 3 : 1;
+        const uint16_t *of = weights + r * room;
+        float *to = y + r * size;
+        int64_t i = 0;
+        for (; i + 4 * PANEL <= size; i += 4 * PANEL)
+            height == 6   ? mix_pairs_of(6, 4, of, room, values + 2 * i, count, size, to + i, size)
+            : height == 3 ? mix_pairs_of(3, 4, of, room, values + 2 * i, count, size, to + i, size)
+                          : mix_pairs_of(1, 4, of, room, values + 2 * i, count, size, to + i, size);
+        for (; i < size; i += PANEL)
+            height == 6   ? mix_pairs_of(6, 1, of, room, values + 2 * i, count, size, to + i, size)
+            : height == 3 ? mix_pairs_of(3, 1, of, room, values + 2 * i, count, size, to + i, size)
+                          : mix_pairs_of(1, 1, of, room, values + 2 * i, count, size, to + i, size);
+        r += height;
+    }
+}
+
+/* As `attend`, from queries [n, size] in bfloat16, whose own `query` is not read; y are rows of one matrix [n, size].
+ * `panels` holds keys and values of PANEL slots. */
+static void attend_in_pairs(
+    const Query *queries, const uint16_t *query, int64_t n, const uint16_t *keys, const uint16_t *values, int64_t common,
+    int64_t size, int64_t room, float *scores, uint16_t *panels)
+{
+    const uint16_t *weights = (const uint16_t *)scores;
+    float sums[TILE * PANEL], totals[QUERIES];
+    int64_t whole = INT64_MAX; /* slots that all see in place, in whole blocks */
+    for (int64_t q = 0; q < n; q++)
+        whole = least(whole, (common + queries[q].straight) / PANEL * PANEL);
+    for (int64_t t = 0; t < whole; t += PANEL)
+        for (int64_t q = 0; q < n; q += TILE) {
+            const int64_t height = least(TILE, n - q);
+            memset(sums, 0, height * PANEL * sizeof(float));
+            pair_tile(height, keys + t * size, query + q * size, size, size, sums);
+            for (int64_t i = 0; i < height; i++)
+                memcpy(scores + (q + i) * room + t, sums + i * PANEL, PANEL * sizeof(float));
+        }
+    memset(queries[0].y, 0, n * size * sizeof(float));
+    for (int64_t pass = 0; pass < 2; pass++) { /* scores, then what they weigh */
+        const int32_t *gathered = NULL; /* the path that `panels` holds, from slot `of` on */
+        int64_t of = -1;
+        if (pass)
+            mix_pairs(n, weights, 2 * room, values, whole, size, queries[0].y);
+        for (int64_t q = 0; q < n; q++) {
+            const int64_t count = common + queries[q].extra, near = common + queries[q].straight;
+            const int64_t padded = (count + PANEL - 1) / PANEL * PANEL;
+            for (int64_t t = whole; t < padded; t += PANEL) {
+                const uint16_t *from = (pass ? values : keys) + t * size;
+                if (t + PANEL > near) {
+                    if (gathered != queries[q].path || of != t) {
+                        gathered = queries[q].path;
+                        of = t;
+                        if (pass)
+                            memset(panels, 0, PANEL * size * sizeof(uint16_t));
+                        for (int64_t j = 0; j < least(PANEL, count - t); j++) {
+                            const int64_t slot = t + j < common ? t + j : gathered[t + j - common];
+                            if (pass)
+                                for (int64_t i = 0; i < size; i++)
+                                    panels[value_at(j, i, size)] = values[value_at(slot, i, size)];
+                            else
+                                for (int64_t i = 0; i < size; i += 2)
+                                    memcpy(panels + key_at(j, i, size), keys + key_at(slot, i, size), 2 * sizeof(uint16_t));
+                        }
+                    }
+                    from = panels;
+                }
+                if (pass)
+                    mix_pairs(1, weights + q * 2 * room + t, 2 * room, from, PANEL, size, queries[q].y);
+                else {
+                    memset(sums, 0, PANEL * sizeof(float));
+                    pair_tile(1, from, query + q * size, size, size, sums);
+                    memcpy(scores + q * room + t, sums, PANEL * sizeof(float));
+                }
+            }
+            if (!pass)
+                totals[q] = soften_to_pairs(scores + q * room, count, padded);
+        }
+    }
+    for (int64_t q = 0; q < n; q++)
+        for (int64_t i = 0; i < size; i++)
+            queries[q].y[i] /= totals[q];
+}
+#else
+static void attend_in_pairs(
+    const Query *queries, const uint16_t *query, int64_t n, const uint16_t *keys, const uint16_t *values, int64_t common,
+    int64_t size, int64_t room, float *scores, uint16_t *panels) {}
+#endif
+
 /* ---- a pass ---------------------------------------------------------------------------------------------------- */
 
 /* Floats of scratch that a pass takes: shared by all threads, and for each of them. */
@@ -370,13 +632,14 @@ static int64_t shared_floats(const Blocks *b, int64_t rows)
     return rows * ((b->heads + 2 * b->kv_heads) * b->size + b->heads * b->size + b->inner);
 }
 
-static inline int64_t room_of(int64_t total) { return (total + LANES - 1) / LANES * LANES; }
+static inline int64_t room_of(int64_t total) { return (total + PANEL - 1) / PANEL * PANEL; }
 
 static int64_t own_floats(const Blocks *b, int64_t rows, int64_t total, int64_t newest)
 {
-    /* Rows after a norm; sums of two panels; queries and their scores; pointers, two floats long; paths. */
-    return rows * b->width + 2 * CHUNK * PANEL + QUERIES * (b->size + room_of(total)) + 2 * (newest + LANES) +
-           rows * (newest + 1) + 2;
+    /* Rows after a norm; sums of two panels; queries, their results and scores; a panel of keys or values; pointers, two
+     * floats long; paths. */
+    return rows * b->width + 2 * CHUNK * PANEL + QUERIES * (2 * b->size + room_of(total)) + PANEL * b->size +
+           2 * (newest + LANES) + rows * (newest + 2) + 2;
 }
 
 int64_t eagle2_scratch(const Blocks *b, const Pass *pass, int32_t threads)
@@ -390,7 +653,8 @@ void eagle2_layers(const Blocks *b, const Pass *pass, float *x, float *scratch, 
     const int64_t n = pass->rows, size = b->size, heads = b->heads, kv_heads = b->kv_heads, groups = heads / kv_heads;
     const int64_t fused = (heads + 2 * kv_heads) * size, first = pass->total - n, common = pass->total - pass->newest;
     const float scale = 1 / _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss((float)size)));
-    float *qkv = scratch, *seen = qkv + n * fused, *inner = seen + n * heads * size;
+    float *qkv = scratch;
+    void *seen = qkv + n * fused, *inner = (float *)seen + n * heads * size; /* as the maps take them */
 #pragma omp parallel num_threads(threads)
     {
         const int64_t id = omp_get_thread_num(), team = omp_get_num_threads();
@@ -398,33 +662,51 @@ void eagle2_layers(const Blocks *b, const Pass *pass, float *x, float *scratch, 
         char *own = (char *)(scratch + shared_floats(b, n) + id * own_floats(b, n, pass->total, newest));
         own += -(uintptr_t)own % sizeof(float *);
         const float **pointers = (const float **)own;
-        int32_t *paths = (int32_t *)(pointers + newest + LANES), *extra = paths + n * newest;
-        float *scores = (float *)(extra + n), *turned = scores + QUERIES * room;
-        float *sums = turned + QUERIES * size, *normed = sums + 2 * CHUNK * PANEL;
+        int32_t *paths = (int32_t *)(pointers + newest + LANES), *extra = paths + n * newest, *straight = extra + n;
+        float *scores = (float *)(straight + n), *turned = scores + QUERIES * room;
+        float *found = turned + QUERIES * size, *sums = found + QUERIES * size, *normed = sums + 2 * CHUNK * PANEL;
+        uint16_t *panels = (uint16_t *)(normed + n * b->width);
         /* The slots of each row's path behind those that all see. */
-        for (int64_t r = 0; r < n; r++)
+        for (int64_t r = 0; r < n; r++) {
+            straight[r] = 0;
             for (int64_t t = extra[r] = 0; t < newest; t++)
-                if (pass->visible[r * newest + t])
+                if (pass->visible[r * newest + t]) {
+                    straight[r] += extra[r] == t;
                     paths[r * newest + extra[r]++] = (int32_t)(common + t);
+                }
+        }
 
         for (int64_t l = 0; l < b->layers; l++) {
             const Layer *layer = b->layer + l;
-            float *keys = pass->kv + l * pass->layer_stride, *values = keys + kv_heads * pass->head_stride;
-            const float *h = x;
+            const int64_t before = l * pass->layer_stride, between = kv_heads * pass->head_stride;
+            float *keys = (float *)pass->kv + before, *values = keys + between;
+            uint16_t *short_keys = (uint16_t *)pass->kv + before, *short_values = short_keys + between;
+            /* Each thread norms all rows for itself: that costs less than to wait for the others. */
             if (layer->attention_norm) {
-                /* Each thread norms all rows for itself: that costs less than to wait for the others. */
                 for (int64_t r = 0; r < n; r++)
                     normalize(x + r * b->width, layer->attention_norm, b->width, b->eps, normed + r * b->width);
-                h = normed;
-            }
-            product(&layer->qkv, h, n, qkv, 0, sums, id, team);
+                feed(&layer->qkv, normed, n * b->width, normed, 0);
+            } else
+                feed(&layer->qkv, x, n * b->width, normed, 0);
+            product(&layer->qkv, normed, n, qkv, 0, sums, id, team);
 #pragma omp barrier
             for (int64_t i = part(n * kv_heads, id, team); i < part(n * kv_heads, id + 1, team); i++) {
                 const int64_t r = i / kv_heads, head = i % kv_heads;
                 const float *key = qkv + r * fused + (heads + head) * size;
-                const int64_t slot = head * pass->head_stride + (first + r) * size;
-                turn(key, layer->key_norm, pass->turns + r * size, size, b->eps, keys + slot);
-                memcpy(values + slot, key + kv_heads * size, size * sizeof(float));
+                const int64_t shift = head * pass->head_stride, slot = first + r;
+                if (pass->paired) {
+                    uint16_t *one = (uint16_t *)(found + size);
+                    turn(key, layer->key_norm, pass->turns + r * size, size, b->eps, found);
+                    shorten(found, size, one);
+                    for (int64_t j = 0; j < size; j++)
+                        short_keys[shift + key_at(slot, j, size)] = one[j];
+                    shorten(key + kv_heads * size, size, one);
+                    for (int64_t j = 0; j < size; j++)
+                        short_values[shift + value_at(slot, j, size)] = one[j];
+                } else {
+                    turn(key, layer->key_norm, pass->turns + r * size, size, b->eps, keys + shift + slot * size);
+                    memcpy(values + shift + slot * size, key + kv_heads * size, size * sizeof(float));
+                }
             }
 #pragma omp barrier
             /* Queries in the order of their key heads, so that a thread's share reads few keys. */
@@ -439,29 +721,44 @@ void eagle2_layers(const Blocks *b, const Pass *pass, float *x, float *scratch, 
                     turn(qkv + r * fused + of * size, layer->query_norm, pass->turns + r * size, size, b->eps, query);
                     for (int64_t j = 0; j < size; j++)
                         query[j] *= scale;
-                    queries[q - i] = (Query){query, paths + r * newest, extra[r], seen + (r * heads + of) * size};
+                    queries[q - i] = (Query){query, paths + r * newest, extra[r], straight[r], found + (q - i) * size};
                 }
-                attend(queries, next - i, keys + shift, values + shift, common, size, room, scores, pointers);
+                if (pass->paired) {
+                    shorten(turned, (next - i) * size, (uint16_t *)turned);
+                    attend_in_pairs(
+                        queries, (const uint16_t *)turned, next - i, short_keys + shift, short_values + shift, common,
+                        size, room, scores, panels);
+                } else
+                    attend(queries, next - i, keys + shift, values + shift, common, size, room, scores, pointers);
+                for (int64_t q = i; q < next; q++) {
+                    const int64_t r = q % each / groups, of = head * groups + q % groups;
+                    feed(&layer->out, found + (q - i) * size, size, seen, (r * heads + of) * size);
+                }
             }
 #pragma omp barrier
             product(&layer->out, seen, n, x, 1, sums, id, team);
 #pragma omp barrier
             for (int64_t r = 0; r < n; r++)
                 normalize(x + r * b->width, layer->mlp_norm, b->width, b->eps, normed + r * b->width);
+            feed(&layer->gate_up, normed, n * b->width, normed, 0);
             const int64_t half = b->inner / PANEL; /* panels of the gate; those of the other factor follow */
             for (int64_t begin = 0; begin < n; begin += CHUNK) {
                 const int64_t chunk = least(CHUNK, n - begin);
                 for (int64_t p = part(half, id, team); p < part(half, id + 1, team); p++) {
                     float *gate = sums, *up = sums + CHUNK * PANEL;
-                    panel(&layer->gate_up, p, normed + begin * b->width, chunk, gate);
-                    panel(&layer->gate_up, p + half, normed + begin * b->width, chunk, up);
-                    for (int64_t r = 0; r < chunk; r++)
+                    const char *rows = (const char *)normed + begin * b->width * bytes_of_input(&layer->gate_up);
+                    panel(&layer->gate_up, p, rows, chunk, gate);
+                    panel(&layer->gate_up, p + half, rows, chunk, up);
+                    for (int64_t r = 0; r < chunk; r++) {
+                        float *to = gate + r * PANEL;
                         for (int64_t i = 0; i < PANEL; i += LANES) {
-                            __m256 g = _mm256_loadu_ps(gate + r * PANEL + i), u = _mm256_loadu_ps(up + r * PANEL + i);
+                            __m256 g = _mm256_loadu_ps(to + i), u = _mm256_loadu_ps(up + r * PANEL + i);
                             __m256 one = _mm256_set1_ps(1), minus = _mm256_sub_ps(_mm256_setzero_ps(), g);
                             __m256 silu = _mm256_div_ps(g, _mm256_add_ps(one, exponential(minus)));
-                            _mm256_storeu_ps(inner + (begin + r) * b->inner + p * PANEL + i, _mm256_mul_ps(silu, u));
+                            _mm256_storeu_ps(to + i, _mm256_mul_ps(silu, u));
                         }
+                        feed(&layer->down, to, PANEL, inner, (begin + r) * b->inner + p * PANEL);
+                    }
                 }
             }
 #pragma omp barrier

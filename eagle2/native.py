@@ -34,6 +34,7 @@ SOURCE = Path(__file__).with_suffix(".c")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fopenmp", "-fPIC")
 NEEDS = ("avx2", "fma", "f16c")
 PANEL = 16  # outputs whose weights lie together, as in native.c
+UNPAIRED, PAIRED = (torch.float16, torch.float32, torch.int8), (torch.bfloat16, torch.int8)
 COMPILE_SECONDS = 120
 OPENMP = re.compile(r"/lib(gomp|omp|iomp5)\b[^/]*\.so[^/]*$")
 
@@ -44,6 +45,7 @@ class _LinearStruct(ctypes.Structure):
     _fields_ = (
         ("outputs", ctypes.c_int64), ("inputs", ctypes.c_int64), ("weights", ctypes.c_void_p),
         ("bias", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("scale", ctypes.c_float), ("bytes", ctypes.c_int32),
+        ("pairs", ctypes.c_int32),
     )  # fmt: skip
 
 
@@ -69,7 +71,7 @@ class _PassStruct(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "total", "newest")),
         *((name, ctypes.c_void_p) for name in ("visible", "turns", "kv")),
-        ("layer_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("layer_stride", "head_stride", "paired")),
     )  # fmt: skip
 
 
@@ -156,10 +158,14 @@ def _load(path: Path) -> ctypes.CDLL:
     except OSError as error:
         raise NativeError(f"what was compiled cannot be loaded ({error})") from error
     pointer, count, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    found.eagle2_pairs.argtypes = ()
+    found.eagle2_pairs.restype = ctypes.c_int32
     found.eagle2_linear.argtypes = (pointer, pointer, count, pointer, threads)
     found.eagle2_linear.restype = None
     found.eagle2_top.argtypes = (pointer, count, count, count, threads, pointer, pointer, threads)
     found.eagle2_top.restype = None
+    found.eagle2_keep.argtypes = (pointer, *(count,) * 6, pointer, count)
+    found.eagle2_keep.restype = None
     found.eagle2_scratch.argtypes = (pointer, pointer, threads)
     found.eagle2_scratch.restype = count
     found.eagle2_layers.argtypes = (pointer, pointer, pointer, pointer, threads)
@@ -171,16 +177,23 @@ def _check(loaded: ctypes.CDLL) -> None:
     """Products as torch's, before anything relies on them."""
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(40, 24, generator=generator).half(), torch.randn(26, 24, generator=generator)
-    for each in (weight, weight.float(), (weight * 20).to(torch.int8)):
-        linear = NativeLinear(loaded, each)
+    whole = (weight * 20).to(torch.int8)
+    kinds = [(weight, False), (weight.float(), False), (whole, False)]
+    if loaded.eagle2_pairs():
+        kinds += [(weight.bfloat16(), True), (whole, True)]
+    for each, pairs in kinds:
+        linear = NativeLinear(loaded, each, pairs=pairs)
+        expected = F.linear(x.bfloat16().float() if pairs else x, each.float())
         for rows in range(1, len(x) + 1):
-            if not torch.allclose(linear(x[:rows]), F.linear(x[:rows], each.float()), rtol=1e-4, atol=1e-4):
+            if not torch.allclose(linear(x[:rows]), expected[:rows], rtol=1e-4, atol=1e-4):
                 raise NativeError("what was compiled gives wrong results")
 
 
 class NativeLinear:
     """``x [N, in] -> float32 [N, out]``: ``weight [out, in]`` in float16, float32 or int8, products and sums in float32.
 
+    With ``pairs``, where the processor has AVX512-BF16 (``library.eagle2_pairs()``), ``weight`` is in bfloat16 or int8, inputs
+    are rounded to bfloat16, and their exact products are summed in float32.  Weights in bfloat16 need it.
     ``scale``, a power of two, and ``scales [out]`` multiply the sums before ``bias`` is added.  The weight is copied.
     ``many``, where it is set, runs instead for more than ``FEW`` rows.
     """
@@ -189,30 +202,38 @@ class NativeLinear:
 
     def __init__(
         self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0,
-        scales: Tensor | None = None,
+        scales: Tensor | None = None, *, pairs: bool = False,
     ) -> None:  # fmt: skip
-        if weight.dtype not in (torch.float16, torch.float32, torch.int8):
-            raise ValueError(f"native products take weights in float16, float32 and int8, not {weight.dtype}")
+        self.pairs = pairs = pairs or weight.dtype == torch.bfloat16
+        if weight.dtype not in (PAIRED if pairs else UNPAIRED) or (pairs and not library.eagle2_pairs()):
+            how = " with inputs in bfloat16" if pairs else ""
+            raise ValueError(f"there are no native products of weights in {weight.dtype}{how} here")
         self.outputs, self.inputs = weight.shape
         self.library = library
         self.many: Callable[[Tensor], Tensor] | None = None
         padding = -self.outputs % PANEL
-        padded = F.pad(weight.detach(), (0, 0, 0, padding))
-        self._weights = padded.view(-1, PANEL, self.inputs).transpose(1, 2).contiguous()
+        self._odd = self.inputs % 2 if pairs else 0
+        padded = F.pad(weight.detach(), (0, self._odd, 0, padding))
+        together = padded.view(-1, PANEL, (self.inputs + self._odd) // (1 + pairs), 1 + pairs)
+        self._weights = together.transpose(1, 2).contiguous()
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self._scales = None if scales is None else F.pad(scales.detach().float(), (0, padding))
         self.struct = _LinearStruct(
-            self.outputs, self.inputs, self._weights.data_ptr(), _pointer(self._bias), _pointer(self._scales), scale,
-            weight.element_size(),
+            self.outputs, self.inputs + self._odd, self._weights.data_ptr(), _pointer(self._bias), _pointer(self._scales), scale,
+            weight.element_size(), pairs,
         )  # fmt: skip
         self._address = ctypes.addressof(self.struct)
 
     @classmethod
     def rounded(cls, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
-        """``weight`` in eight bits, with a scale for each output: half of float16's bytes, for drafts."""
+        """``weight`` in eight bits, with a scale for each output: half of float16's bytes, for drafts.
+
+        Where there are ``pairs``, inputs are rounded to bfloat16.
+        """
         weight = weight.detach().float()
         scales = weight.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny) / 127
-        return cls(library, (weight / scales[:, None]).round().to(torch.int8), bias, scales=scales)
+        weight = (weight / scales[:, None]).round().to(torch.int8)
+        return cls(library, weight, bias, scales=scales, pairs=bool(library.eagle2_pairs()))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.few(x) if self.many is None or len(x) <= self.FEW else self.many(x)
@@ -221,7 +242,9 @@ class NativeLinear:
         """The same without ``many``: a row's result does not depend on how many there are."""
         if x.dim() != 2 or x.shape[1] != self.inputs:
             raise ValueError(f"rows of {self.inputs} numbers are needed, not {list(x.shape)}")
-        x = x.float().contiguous()
+        if self._odd:
+            x = F.pad(x, (0, self._odd))
+        x = x.to(torch.bfloat16 if self.pairs else torch.float32).contiguous()
         y = torch.empty(len(x), self.outputs)
         self.library.eagle2_linear(self._address, x.data_ptr(), len(x), y.data_ptr(), torch.get_num_threads())
         return y
@@ -263,6 +286,8 @@ class NativeLayers:
         self._library = first.library
         self._width, self._size, self._kv_heads = first.inputs, head_dim, kv_heads
         self.few_only = first.many is not None  # many rows are quicker otherwise
+        # Attention too is made of products in bfloat16.
+        self.pairs = all(getattr(layer, name).pairs for layer in layers for name in LINEARS) and not head_dim % PANEL
         self._structs = (_LayerStruct * len(layers))(
             *(
                 _LayerStruct(
@@ -294,12 +319,30 @@ class NativeLayers:
         self._final_norm = norm
         self._blocks.final_norm = _pointer(norm)
 
+    def new_cache(self, slots: int) -> Tensor:
+        """``[layers, 2 * kv_heads, at least slots, head_dim]``, keys, then values; their order is `run`'s and `keep`'s own."""
+        room, dtype = (-(-slots // PANEL) * PANEL, torch.bfloat16) if self.pairs else (slots, torch.float32)
+        return torch.empty(len(self._layers), 2 * self._kv_heads, room, self._size, dtype=dtype)
+
+    def keep(self, kv: Tensor, length: int, rows: Sequence[int]) -> None:
+        """Move the slots ``length + rows`` to ``length`` and behind; ``rows`` ascend."""
+        if list(rows) == list(range(len(rows))):
+            return
+        index = torch.tensor(rows)
+        if kv.dtype != torch.bfloat16:
+            kv[:, :, length : length + len(rows)] = kv.index_select(2, index + length)
+            return
+        self._library.eagle2_keep(
+            kv.data_ptr(), len(self._layers), self._kv_heads, kv.stride(0), kv.stride(1), self._size, length,
+            index.data_ptr(), len(rows),
+        )  # fmt: skip
+
     def run(self, x: Tensor, turns: Tensor, visible: Tensor, kv: Tensor, total: int) -> None:
         """In place over ``x [N, width]``, float32 and contiguous.
 
         ``turns [N, head_dim / 2]``, complex64: the rotations of the rows' positions.  ``visible [N, T]``: which of the newest
-        T slots each row sees; all see those before.  ``kv [layers, 2 * kv_heads, slots, head_dim]``: the rows' own keys and
-        values are written to the slots ``total - N`` up to ``total``.
+        T slots each row sees; all see those before.  ``kv``: of `new_cache`, or ``[layers, 2 * kv_heads, slots, head_dim]``
+        in float32; the rows' own keys and values are written to the slots ``total - N`` up to ``total``.
         """
         n, newest = visible.shape
         slots = kv.shape[2]
@@ -307,12 +350,16 @@ class NativeLayers:
         fits = fits and turns.dtype == torch.complex64 and visible.dtype == torch.bool
         if not fits or kv.shape != (len(self._layers), 2 * self._kv_heads, slots, self._size):
             raise ValueError("the tensors of a pass do not belong together")
-        if not (x.is_contiguous() and kv.stride()[2:] == (self._size, 1) and x.dtype == kv.dtype == torch.float32):
-            raise ValueError("a pass needs rows and a cache in float32, each row in one piece")
+        if not (x.is_contiguous() and kv.stride()[2:] == (self._size, 1) and x.dtype == torch.float32):
+            raise ValueError("a pass needs rows in float32, each of them and of the cache's in one piece")
+        paired = kv.dtype == torch.bfloat16
+        if kv.dtype != torch.float32 and not (paired and self.pairs and slots % PANEL == 0):
+            raise ValueError(f"a cache in {kv.dtype} with {slots} slots cannot be used here")
         turns, visible = turns.contiguous(), visible.contiguous()
         one = _PassStruct(
-            n, total, newest, visible.data_ptr(), turns.data_ptr(), kv.data_ptr(), kv.stride(0), kv.stride(1)
-        )
+            n, total, newest, visible.data_ptr(), turns.data_ptr(), kv.data_ptr(), kv.stride(0), kv.stride(1),
+            paired,
+        )  # fmt: skip
         blocks, threads = ctypes.addressof(self._blocks), torch.get_num_threads()
         scratch = torch.empty(self._library.eagle2_scratch(blocks, ctypes.addressof(one), threads))
         self._library.eagle2_layers(blocks, ctypes.addressof(one), x.data_ptr(), scratch.data_ptr(), threads)

@@ -237,7 +237,7 @@ class Target:
                 runs = HuggingFaceForward(model) if self.why_not_lean else Lean(LeanWeights(model), invariant=invariant)
         self._runs: Forward = runs
         of_head = weight.dtype if weight.is_floating_point() else self.dtype
-        self.feature_dtype: torch.dtype = self.arithmetic if isinstance(runs, Lean) else of_head
+        self.feature_dtype: torch.dtype = runs.weights.dtype if isinstance(runs, Lean) else of_head
         self._pass_rows = 0  # rows of the last pass that are not committed
 
     def fork(self) -> Target:
@@ -258,8 +258,8 @@ class Target:
 
     @property
     def arithmetic(self) -> torch.dtype:
-        """Dtype of activations and sums, which need not be that of the weights."""
-        return self._runs.weights.dtype if isinstance(self._runs, Lean) else self.dtype
+        """Dtype that products' inputs are rounded to, which need not be that of the weights."""
+        return self._runs.weights.arithmetic if isinstance(self._runs, Lean) else self.dtype
 
     @property
     def forward_name(self) -> str:
