@@ -17,10 +17,10 @@
 enum {
     LANES = 8,
     PANEL = 2 * LANES, /* outputs that are computed together; their weights lie input by input */
-    DEPTH = 512,       /* inputs per visit of a panel, so that both its weights and a tile's inputs stay in the L1 cache */
+    DEPTH = 576,       /* inputs per visit of a panel, so that both its weights and a tile's inputs stay in the L1 cache */
     CHUNK = 96,        /* rows per reading of all weights */
     QUERIES = 36,      /* that share a reading of the keys */
-    AHEAD = 8192,      /* bytes from the weight in use to the one that is fetched into the L2 cache; hardware stops at pages */
+    AHEAD = 16384,     /* bytes from the weight in use to the one that is fetched into the L2 cache; hardware stops at pages */
 };
 
 #define UNROLLED _Pragma("GCC unroll 12")

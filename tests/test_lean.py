@@ -350,6 +350,17 @@ def test_row_invariant_passes_give_each_row_the_same_bits_alone_and_in_a_tree(
         assert torch.equal(alone.hidden[0], in_tree.hidden[node]), node
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_products_in_bfloat16_are_said_to_be(name: str, native: bool) -> None:
+    found = library()
+    pairs = native and found is not None and bool(found.eagle2_pairs())
+    target = Target(made(name).bfloat16())
+    assert (target.arithmetic == torch.bfloat16) is (pairs or not multiplies_halves())
+    if pairs:
+        assert (target.forward_name, target.feature_dtype, target.row_invariant) == ("native", torch.float32, True)
+        assert precision({"dtype": "bfloat16", "arithmetic": "bfloat16"}) == "bfloat16"
+
+
 def test_row_invariant_passes_equal_the_models_own() -> None:
     model = made("llama")
     for mine, theirs in zip(run(Target(model, invariant=True)), run(Target(model, lean=False)), strict=True):

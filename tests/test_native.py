@@ -31,6 +31,8 @@ from tests.tiny import byte_tokenizer, tiny_head, tiny_model
 
 LIBRARY: Any = library()
 needs_native = pytest.mark.skipif(LIBRARY is None, reason="no native code here")
+PAIRS = LIBRARY is not None and bool(LIBRARY.eagle2_pairs())
+needs_pairs = pytest.mark.skipif(not PAIRS, reason="no products in bfloat16 here, which need AVX512-BF16")
 
 
 @pytest.fixture
@@ -82,8 +84,13 @@ def test_products_take_rows_as_they_come_and_refuse_others() -> None:
     torch.testing.assert_close(linear(x), linear(x.float().contiguous()))
     with pytest.raises(ValueError, match="rows of 8 numbers"):
         linear(torch.randn(3, 9))
-    with pytest.raises(ValueError, match="float16, float32 and int8"):
+    with pytest.raises(ValueError, match="no native products of weights in torch.float64 here"):
         NativeLinear(LIBRARY, torch.randn(4, 4).double())
+    with pytest.raises(ValueError, match=r"torch.float16 with inputs in bfloat16"):
+        NativeLinear(LIBRARY, torch.randn(4, 4).half(), pairs=True)
+    if not PAIRS:
+        with pytest.raises(ValueError, match=r"torch.bfloat16 with inputs in bfloat16"):
+            NativeLinear(LIBRARY, torch.randn(4, 4).bfloat16())
 
 
 @needs_native
@@ -97,7 +104,7 @@ def test_eight_bits_per_weight_round_each_output_by_its_own_scale() -> None:
     assert ((stored - weight).abs() <= 0.51 * scales[:, None]).all()
     for rows in (1, 3, 6, 8, 20):
         x = torch.randn(rows, 600)
-        exact = x.double() @ stored.double().T + bias
+        exact = (x.bfloat16() if PAIRS else x).double() @ stored.double().T + bias
         bound = 610 * 2.0**-24 * (x.abs().double() @ stored.abs().double().T + bias.abs())
         assert ((linear(x) - exact).abs() <= bound).all()
         assert torch.equal(linear(x[:1]), linear(x)[:1])
@@ -125,10 +132,11 @@ def test_drafts_with_eight_bits_per_weight_leave_the_output_as_it_is() -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads_", [1, 2, 3, 7])
-def test_passes_have_the_same_bits_for_any_number_of_threads(threads: None, threads_: int) -> None:
+def test_passes_have_the_same_bits_for_any_number_of_threads(threads: None, threads_: int, dtype: torch.dtype) -> None:
     def logits() -> Tensor:
-        target = Target(tiny_model())
+        target = Target(tiny_model(head_dim=16).to(dtype))
         assert target.forward_name == "native"
         target.prefill(PROMPT, 64)
         return target.forward(TREE).logits
@@ -136,6 +144,112 @@ def test_passes_have_the_same_bits_for_any_number_of_threads(threads: None, thre
     before = logits()
     torch.set_num_threads(threads_)
     assert torch.equal(logits(), before)
+
+
+@needs_pairs
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 40), (17, 1), (5, 1101), (64, 576)])
+def test_products_in_pairs(outputs: int, inputs: int, dtype: torch.dtype, threads: None) -> None:
+    """Inputs are rounded to bfloat16, their products are exact, and a row's bits do not depend on its company."""
+    torch.manual_seed(0)
+    weight, bias = (torch.randn(outputs, inputs) * 40).to(dtype), torch.randn(outputs)
+    linear = NativeLinear(LIBRARY, weight, bias, 0.25, pairs=True)
+    for rows in (0, 1, 2, 5, 6, 7, 11, 12, 13, 200):
+        x = torch.randn(rows, inputs)
+        exact = x.bfloat16().double() @ weight.double().T
+        bound = (inputs + 4) * 2.0**-24 * (x.abs().double() @ weight.abs().double().T + bias.abs())
+        found = linear(x)
+        assert ((found - (exact / 4 + bias)).abs() <= bound).all()
+        assert torch.equal(linear(x[:1]), found[:1])
+        torch.set_num_threads(1 + rows % 2)
+        assert torch.equal(linear(x), found)
+
+
+def in_pairs(**changes: Any) -> Any:
+    return tiny_model(hidden_size=64, vocab_size=500, **changes).bfloat16()
+
+
+@needs_pairs
+@pytest.mark.parametrize("size", [16, 80, 128])
+def test_attention_in_pairs(size: int) -> None:
+    """Panels of slots that are full, begun and gathered along paths; more queries than share a reading of the keys."""
+    model = in_pairs(num_attention_heads=8, num_key_value_heads=2, head_dim=size)
+    prompt = [1 + (7 * i) % 490 for i in range(77)]
+    parents = (-1, *((node - 1) // 2 for node in range(1, 40)))
+    tree = DraftTree(torch.arange(40) * 7 % 490, parents, torch.ones(40), torch.zeros(40))
+
+    def passes(target: Target) -> Tensor:
+        return torch.cat((target.prefill(prompt, 200).hidden, target.forward(tree).hidden)).float()
+
+    mine = Target(model)
+    assert (mine.forward_name, mine.arithmetic, mine.feature_dtype) == ("native", torch.bfloat16, torch.float32)
+    truth = passes(Target(copy.deepcopy(model).float(), lean=False))
+    assert (passes(mine) - truth).abs().mean() < (passes(Target(model, lean=False)) - truth).abs().mean()
+    in_tree = mine.forward(tree)
+    for node in (0, 1, 6, 39):
+        path = [node]
+        while path[0]:
+            path.insert(0, parents[path[0]])
+        mine.prefill(prompt, 200)
+        for row in path:
+            alone = mine.forward(DraftTree.root_only(int(tree.token_ids[row])))
+            mine.commit((0,))
+        assert torch.equal(alone.logits[0], in_tree.logits[node]), node
+
+
+@needs_pairs
+@pytest.mark.parametrize("length", [3, 13, 16, 30])
+def test_what_is_kept_of_a_pass_in_pairs_is_as_if_it_had_been_the_prompt(length: int) -> None:
+    """The kept slots move within a panel and into another one; a cache that has grown holds the same."""
+    target = Target(in_pairs(head_dim=32))
+    prompt = [3 + i % 60 for i in range(length)]
+    for rows in ((0,), (0, 2, 5), (0, 1, 4, 6)):
+        target.prefill(prompt, length + 8)
+        target.forward(TREE)
+        target.commit(rows)
+        text = [*prompt, *(int(TREE.token_ids[row]) for row in rows)]
+        found = target.extend([9, 8, 7], length + 60)
+        fresh = target.fork()
+        fresh.prefill(text, length + 60)
+        again = fresh.extend([9, 8, 7], length + 60)
+        assert torch.equal(found.logits, again.logits)
+        assert torch.equal(found.hidden, again.hidden)
+
+
+@needs_pairs
+def test_numbers_that_are_none_and_old_ones_behind_the_prefix_do_not_spread_in_pairs() -> None:
+    model = in_pairs(head_dim=16)
+    target = Target(model)
+    clean = target.prefill(PROMPT, 64).logits.clone()
+    with torch.no_grad():
+        broken = copy.deepcopy(model)
+        broken.model.layers[0].input_layernorm.weight[3] = float("nan")
+    other = Target(broken)
+    assert torch.isnan(other.prefill(PROMPT, 64).logits).all()
+    runs: Any = target._runs
+    with torch.inference_mode():
+        runs._kv.fill_(float("nan"))  # what a longer sequence may have left
+    assert torch.equal(target.prefill(PROMPT, 64).logits, clean)
+    assert torch.isfinite(target.forward(TREE).logits).all()
+
+
+@needs_pairs
+def test_a_cache_that_passes_in_pairs_cannot_use_is_refused() -> None:
+    weights = LeanWeights(in_pairs(head_dim=16))
+    run = weights.native
+    assert run is not None
+    x, turns, sees = torch.zeros(3, weights.width), weights.turns(torch.arange(3)), torch.ones(3, 3).bool().tril()
+    shape = (len(weights.layers), 2 * weights.kv_heads, 32, weights.head_dim)
+    assert run.new_cache(17).shape == shape
+    run.run(x.clone(), turns, sees, torch.zeros(shape), 3)  # float32 is no pairs, and will do
+    for wrong in (torch.zeros(shape).half(), torch.zeros(shape).bfloat16()[:, :, :17]):
+        with pytest.raises(ValueError, match="cannot be used here"):
+            run.run(x, turns, sees, wrong, 3)
+    narrow = LeanWeights(in_pairs(head_dim=8)).native  # a head is less than a panel
+    assert narrow is not None
+    assert narrow.new_cache(17).dtype == torch.float32
+    with pytest.raises(ValueError, match="cannot be used here"):
+        narrow.run(x, torch.ones(3, 4).cfloat(), sees, torch.zeros(*shape[:3], 8).bfloat16(), 3)
 
 
 @needs_native
