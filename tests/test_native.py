@@ -84,12 +84,12 @@ def test_products_take_rows_as_they_come_and_refuse_others() -> None:
     torch.testing.assert_close(linear(x), linear(x.float().contiguous()))
     with pytest.raises(ValueError, match="rows of 8 numbers"):
         linear(torch.randn(3, 9))
-    with pytest.raises(ValueError, match="no native products of weights in torch.float64 here"):
+    with pytest.raises(ValueError, match="no native products of weights"):
         NativeLinear(LIBRARY, torch.randn(4, 4).double())
-    with pytest.raises(ValueError, match=r"torch.float16 with inputs in bfloat16"):
+    with pytest.raises(ValueError, match="float16 with inputs in bfloat16"):
         NativeLinear(LIBRARY, torch.randn(4, 4).half(), pairs=True)
     if not PAIRS:
-        with pytest.raises(ValueError, match=r"torch.bfloat16 with inputs in bfloat16"):
+        with pytest.raises(ValueError, match="bfloat16 with inputs in bfloat16"):
             NativeLinear(LIBRARY, torch.randn(4, 4).bfloat16())
 
 
