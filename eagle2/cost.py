@@ -238,7 +238,7 @@ class TreePlanner:
         self.pace = Pace(costs.plain_rate)
         self._seen = [self.PRIOR * self.PRIOR_DECAY**rank for rank in range(width)]  # sums of value x confidence
         self._weight = 1.0  # sum of values
-        self._possible = self._can_pay()
+        self._can_win = self._can_pay()
         self._spent = 0.0  # draft seconds of the step under way
         self._budget = node_limit
         self._awaited: float | None = None  # seconds of a drafted step whose tokens are still to come
@@ -247,6 +247,11 @@ class TreePlanner:
     def child_confidences(self) -> tuple[float, ...]:
         """Running mean confidence of a node's children, best first, each node weighted by its value."""
         return tuple(seen / self._weight for seen in self._seen)
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether any step of this run can be drafted."""
+        return self._can_win or not self.choose_depth
 
     def _can_pay(self) -> bool:
         """Whether any depth would win if every layer had a token accepted."""
@@ -262,7 +267,7 @@ class TreePlanner:
         """A step begins with ``pending_rows`` committed tokens that the head has not seen; False: do not draft."""
         self._awaited = None
         self._budget = min(self.node_limit, max_nodes)
-        if self.choose_depth and not (self._possible and self.pace.drafts()):
+        if not (self.may_draft and (not self.choose_depth or self.pace.drafts())):
             return False
         # More rows than one step commits are left from the prompt or from skipped steps: they are owed once, whatever
         # this step's tree, and would only make drafting look dear.

@@ -222,8 +222,12 @@ class EagleDrafter:
             return len(self._shape)
         return self.settings.depth_limit * self.top_k
 
+    @torch.inference_mode()
     def observe(self, token_ids: Sequence[int], hidden: Tensor | None) -> None:
-        """Newly committed tokens and the target's features of them ``[n, H]``; the head sees them at `propose`."""
+        """Newly committed tokens and the target's features of them ``[n, H]``.
+
+        The head sees them at `propose`, and a prompt here, but for its last token: that pass is the prompt's, no step's.
+        """
         if hidden is None or len(hidden) != len(token_ids):
             raise ValueError("the draft head needs one target feature for each committed token")
         self._pending.append((token_ids, hidden))
@@ -231,6 +235,10 @@ class EagleDrafter:
             self._lookup.observe(token_ids, None)
         if self._planner is not None:
             self._planner.observe(len(token_ids))
+        if len(token_ids) > self.settings.depth_limit + 1 and (self._planner is None or self._planner.may_draft):
+            ids, hidden = self._waiting()
+            self._advance(ids[1:], hidden[:-1])
+            self._pending.append((ids[-1:], hidden[-1:]))
 
     @torch.inference_mode()
     def propose(self, root: int, max_depth: int, max_nodes: int) -> Proposal:
@@ -309,17 +317,25 @@ class EagleDrafter:
         """Feed the newly committed positions with the target's features; returns the head's output at the last one."""
         if not self._pending:
             raise ValueError("nothing was observed since the last proposal")
+        ids, hidden = self._waiting()
+        return self._advance([*ids[1:], root], hidden)[-1:]
+
+    def _waiting(self) -> tuple[list[int], Tensor]:
+        """What was observed and not fed yet, which no longer waits."""
         ids = [token for tokens, _ in self._pending for token in tokens]
         hidden = torch.cat([rows for _, rows in self._pending])
         self._pending.clear()
-        n, start = len(ids), self._cache.length
+        return ids, hidden
+
+    def _advance(self, following: list[int], hidden: Tensor) -> Tensor:
+        """Feed the next committed positions' features ``[n, H]``, each with the token after it; outputs ``[n, H]``."""
+        n, start = len(following), self._cache.length
         device = self.target.feature_device
-        following = torch.tensor([*ids[1:], root], device=device)  # the token after each feature
         positions = torch.arange(start, start + n, device=device)
         visible = torch.ones(n, n, dtype=torch.bool, device=device).tril()
-        output = self._run(following, hidden, positions, visible)
+        output = self._run(torch.tensor(following, device=device), hidden, positions, visible)
         self._cache.commit()
-        return output[-1:]
+        return output
 
     def _feed(
         self, fed: list[int], tokens: list[int], parents: list[int], features: dict[int, Tensor],
