@@ -819,6 +819,23 @@ static float log_sum(const float *x, int64_t n, float most)
     return most + __builtin_logf(rest);
 }
 
+/* above[i]: how many numbers of row rows[i] of x [.., n] are greater than its number at columns[i]. */
+void eagle2_above(
+    const float *x, int64_t n, const int64_t *rows, const int64_t *columns, int64_t count, int64_t *above, int32_t threads)
+{
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < count; i++) {
+        const float *row = x + rows[i] * n, own = row[columns[i]];
+        int64_t found = 0, at = 0;
+        for (; at + LANES <= n; at += LANES)
+            found += __builtin_popcount(
+                _mm256_movemask_ps(_mm256_cmp_ps(_mm256_loadu_ps(row + at), _mm256_set1_ps(own), _CMP_GT_OQ)));
+        for (; at < n; at++)
+            found += row[at] > own;
+        above[i] = found;
+    }
+}
+
 /* For each row of x [rows, n] its `k` highest, k <= n; `softmax`: of its log-softmax. */
 void eagle2_top(
     const float *x, int64_t rows, int64_t n, int64_t k, int32_t softmax, float *values, int64_t *ids, int32_t threads)

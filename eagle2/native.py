@@ -164,6 +164,8 @@ def _load(path: Path) -> ctypes.CDLL:
     found.eagle2_linear.restype = None
     found.eagle2_top.argtypes = (pointer, count, count, count, threads, pointer, pointer, threads)
     found.eagle2_top.restype = None
+    found.eagle2_above.argtypes = (pointer, count, pointer, pointer, count, pointer, threads)
+    found.eagle2_above.restype = None
     found.eagle2_keep.argtypes = (pointer, *(count,) * 6, pointer, count)
     found.eagle2_keep.restype = None
     found.eagle2_scratch.argtypes = (pointer, pointer, threads)
@@ -270,6 +272,23 @@ def top(x: Tensor, k: int, *, softmax: bool = False) -> tuple[list[list[float]],
     return found.values.tolist(), found.indices.tolist()
 
 
+def above(x: Tensor, rows: Sequence[int], columns: Sequence[int]) -> list[int]:
+    """For each pair of them how many numbers of that row of ``x [N, V]`` are greater than the one in that column."""
+    n, width = x.shape
+    if not all(0 <= row < n and 0 <= column < width for row, column in zip(rows, columns, strict=True)):
+        raise ValueError(f"a row or column does not lie within {n} x {width}")
+    if x.device.type == "cpu" and x.dtype == torch.float32 and (native := library()) is not None:
+        x, count = x.contiguous(), len(rows)
+        numbers = ctypes.c_int64 * count
+        found = numbers()
+        native.eagle2_above(
+            x.data_ptr(), width, numbers(*rows), numbers(*columns), count, found, torch.get_num_threads()
+        )  # fmt: skip
+        return list(found)
+    each = [torch.count_nonzero(x[row] > x[row, column]) for row, column in zip(rows, columns)]  # no copy of rows
+    return torch.stack(each).tolist() if each else []
+
+
 class NativeLayers:
     """All layers of a model over a few rows, in one call.
 
@@ -369,4 +388,4 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-__all__ = ["NativeError", "NativeLayers", "NativeLinear", "library", "top"]
+__all__ = ["NativeError", "NativeLayers", "NativeLinear", "above", "library", "top"]

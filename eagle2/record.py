@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from .generate import Step
-from .native import top
+from .native import above, top
 from .trace import StepTrace
 from .verify import SamplingParams, target_probs
 
@@ -22,6 +22,7 @@ def step_trace(step: Step, sampling: SamplingParams) -> StepTrace:
     """Copy what a viewer shows of ``step``."""
     proposal, verdict = step.proposal, step.verdict
     tree = proposal.expanded
+    token_ids = tree.token_ids.tolist()
     node_of = (0, *proposal.kept)  # verification row -> node of the expanded tree
     row_of = {node: row for row, node in enumerate(node_of)}
     logits = step.output.logits.float()
@@ -33,17 +34,16 @@ def step_trace(step: Step, sampling: SamplingParams) -> StepTrace:
     else:
         probs = target_probs(logits, sampling)  # [K + 1, V]
     if proposal.kept:
-        parent_rows = torch.tensor([row_of[tree.parents[node]] for node in proposal.kept], device=logits.device)
-        tokens = tree.token_ids[list(proposal.kept)].to(logits.device)
-        kept_logits = logits[parent_rows, tokens]
-        kept_probs = (kept_logits - total[parent_rows, 0]).exp() if probs is None else probs[parent_rows, tokens]
-        above = [torch.count_nonzero(logits[row] > own) for row, own in zip(parent_rows.tolist(), kept_logits)]
-        ranks = torch.stack(above).tolist()  # row by row: no copy of rows, and half of the time of one sum
+        parent_rows = [row_of[tree.parents[node]] for node in proposal.kept]
+        tokens = [token_ids[node] for node in proposal.kept]
+        ranks = above(logits, parent_rows, tokens)
+        at = torch.tensor(parent_rows, device=logits.device), torch.tensor(tokens, device=logits.device)
+        kept_probs = (logits[at] - total[at[0], 0]).exp() if probs is None else probs[at]
     else:
         kept_probs, ranks = logits.new_zeros(0), []
     choice_probs = torch.tensor(best_log).exp()[:, 0] if probs is None else probs.gather(1, best)[:, 0]
     return StepTrace(
-        token_ids=tuple(tree.token_ids.tolist()),
+        token_ids=tuple(token_ids),
         parents=tree.parents,
         confidence=_short(tree.confidence),
         log_value=_short(tree.log_value),

@@ -167,7 +167,10 @@ def test_only_new_rows_are_computed(engine: Engine, monkeypatch: pytest.MonkeyPa
     assert len(turn.prompt_ids) - length < 30 < length
     next(turn.items)
     assert len(rows) == 2  # the tree's pass
-    assert [fed[0][-1], *fed[1]] == [len(turn.prompt_ids) - 2, len(turn.prompt_ids) - 1]  # the last one awaits its next token
+    assert [fed[0][-1], *fed[1]] == [
+        len(turn.prompt_ids) - 2,
+        len(turn.prompt_ids) - 1,
+    ]  # the last one awaits its next token
     assert committed - SETTINGS.tree_settings.depth_limit - 1 <= fed[0][0] <= committed  # the head's last step and on
 
 

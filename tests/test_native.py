@@ -357,6 +357,23 @@ def test_the_highest_of_a_row(here: bool, monkeypatch: pytest.MonkeyPatch) -> No
     assert not math.isfinite(native.top(torch.full((1, 50), -torch.inf), 1)[0][0][0])
 
 
+@pytest.mark.parametrize("here", [pytest.param(True, marks=needs_native), False], ids=["native", "torch"])
+def test_how_many_are_above(here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not here:
+        monkeypatch.setattr(native, "library", lambda: None)
+    torch.manual_seed(0)
+    for n in (1, 7, 8, 1003):
+        x = torch.randn(4, n).round(decimals=1)  # some are equal
+        x[2, n // 2] = -torch.inf
+        rows, columns = [0, 3, 2, 2, 0], [0, n - 1, n // 2, 0, n // 3]
+        assert native.above(x, rows, columns) == [int((x[r] > x[r, c]).sum()) for r, c in zip(rows, columns)]
+        assert native.above(x.T.contiguous().T, rows, columns) == native.above(x, rows, columns)
+    assert native.above(x, [], []) == []
+    for row, column in ((4, 0), (0, 1003), (-1, 0), (0, -1)):
+        with pytest.raises(ValueError, match="does not lie within 4 x 1003"):
+            native.above(x, [row], [column])
+
+
 @needs_native
 def test_no_more_than_there_is_can_be_highest() -> None:
     for k in (0, 6):
