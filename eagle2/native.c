@@ -1,7 +1,8 @@
 /* Decoder layers of the Llama family, above all over the few rows of a decoding step, for x86 CPUs; see native.py.
  *
  * A pass over few rows waits for the weights, so each weight is read once, in the order in which it lies in memory, and
- * converted to float32 in registers.  What lies between the products is small, but some dozens of calls per layer, each
+ * converted to float32 in registers; or it is bfloat16 and multiplied as such, where the processor can and the model is that.
+ * What lies between the products is small, but some dozens of calls per layer, each
  * cold because the weights have streamed through the caches: here it is one function, with one team of threads for all
  * layers.
  *
@@ -204,12 +205,20 @@ static inline void feed(const Linear *map, const float *x, int64_t count, void *
         memcpy((float *)inputs + index, x, count * sizeof(float));
 }
 
+typedef void Tile(int64_t rows, const void *weights, const void *x, int64_t stride, int64_t depth, float *sums);
+
+static inline Tile *tile_of(const Linear *map)
+{
+    if (map->pairs)
+        return map->bytes == 1 ? byte_pair_tile : pair_tile;
+    return map->bytes == 1 ? byte_tile : map->bytes == 2 ? half_tile : full_tile;
+}
+
 /* One panel's outputs for x [rows, inputs], into sums [rows, PANEL]. */
 static void panel(const Linear *map, int64_t index, const void *x, int64_t rows, float *sums)
 {
     const int64_t inputs = map->inputs, bytes = PANEL * map->bytes;
-    void (*const multiply)(int64_t, const void *, const void *, int64_t, int64_t, float *) =
-        map->pairs ? (map->bytes == 1 ? byte_pair_tile : pair_tile) : map->bytes == 1 ? byte_tile : map->bytes == 2 ? half_tile : full_tile;
+    Tile *const multiply = tile_of(map);
     const char *weights = (const char *)map->weights + index * inputs * bytes;
     const int64_t tiles = (rows + TILE - 1) / TILE;
     memset(sums, 0, rows * PANEL * sizeof(float));
@@ -277,7 +286,7 @@ static inline float total_of(__m256 x)
 /* e^x to about two units in the last place (Cephes' polynomial); below -87.3 about 1e-38. */
 static inline __m256 exponential(__m256 x)
 {
-    x = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-87.3f)), _mm256_set1_ps(88.3f));
+    x = _mm256_min_ps(_mm256_set1_ps(88.3f), _mm256_max_ps(_mm256_set1_ps(-87.3f), x)); /* in this order NaN stays NaN */
     __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     x = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
     x = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), x);
@@ -470,7 +479,7 @@ void eagle2_keep(
 /* As `exponential`. */
 static inline __m512 exponential_of_16(__m512 x)
 {
-    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.3f)), _mm512_set1_ps(88.3f));
+    x = _mm512_min_ps(_mm512_set1_ps(88.3f), _mm512_max_ps(_mm512_set1_ps(-87.3f), x));
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
     x = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
     x = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), x);

@@ -221,11 +221,11 @@ def test_numbers_that_are_none_and_old_ones_behind_the_prefix_do_not_spread_in_p
     model = in_pairs(head_dim=16)
     target = Target(model)
     clean = target.prefill(PROMPT, 64).logits.clone()
-    with torch.no_grad():
+    for name in ("self_attn.q_proj", "input_layernorm"):  # scores alone, then all that follows
         broken = copy.deepcopy(model)
-        broken.model.layers[0].input_layernorm.weight[3] = float("nan")
-    other = Target(broken)
-    assert torch.isnan(other.prefill(PROMPT, 64).logits).all()
+        with torch.no_grad():
+            broken.get_submodule(f"model.layers.0.{name}").weight.view(-1)[3] = float("nan")
+        assert torch.isnan(Target(broken).prefill(PROMPT, 64).logits).all()
     runs: Any = target._runs
     with torch.inference_mode():
         runs._kv.fill_(float("nan"))  # what a longer sequence may have left
@@ -280,9 +280,11 @@ def test_large_and_missing_numbers_go_through() -> None:
     mine, own = (Target(model, lean=lean).prefill(PROMPT, 64).logits for lean in (True, False))
     assert torch.isfinite(mine).all()
     torch.testing.assert_close(mine, own, rtol=1e-3, atol=1e-3)
-    with torch.no_grad():
-        model.model.layers[0].input_layernorm.weight[3] = float("nan")
-    assert torch.isnan(Target(model).prefill(PROMPT, 64).logits).all()
+    for name in ("self_attn.q_proj", "input_layernorm"):  # scores alone, then all that follows
+        broken = copy.deepcopy(model)
+        with torch.no_grad():
+            broken.get_submodule(f"model.layers.0.{name}").weight.view(-1)[3] = float("nan")
+        assert torch.isnan(Target(broken).prefill(PROMPT, 64).logits).all()
 
 
 @needs_native
