@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from filelock import FileLock
 
-from . import __version__
+from . import __version__, native
 from .cost import CostError, CostModel
 from .eagle import DraftVocabulary, EagleDrafter, TreeSettings
 from .generate import now
@@ -188,6 +188,7 @@ def machine_key(
         "head": head_name,
         "draft_vocab": vocabulary.size,
         "forward": target.forward_name,
+        "native": native.build(),
         "lean_head": isinstance(head, LeanHead),
         "rounded_draft": isinstance(head, LeanHead) and head.rounded,
         "row_invariant": target.row_invariant,

@@ -1,10 +1,9 @@
 /* Decoder layers of the Llama family, above all over the few rows of a decoding step, for x86 CPUs; see native.py.
  *
  * A pass over few rows waits for the weights, so each weight is read once, in the order in which it lies in memory, and
- * converted to float32 in registers; or it is bfloat16 and multiplied as such, where the processor can and the model is that.
- * What lies between the products is small, but some dozens of calls per layer, each
- * cold because the weights have streamed through the caches: here it is one function, with one team of threads for all
- * layers.
+ * converted to float32 in registers; or it is bfloat16 and multiplied as such, where the model is that and the processor
+ * can.  What lies between the products is small, but some dozens of calls per layer, each cold because the weights have
+ * streamed through the caches: here it is one function, with one team of threads for all layers.
  *
  * No row's result depends on which rows ride along, nor on the number of threads: every sum runs over the same numbers in
  * the same order.  A product sums over its inputs from the first to the last; attention runs over the row's own path in

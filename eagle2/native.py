@@ -96,12 +96,20 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
+def build() -> str | None:
+    """Which compiled code runs here: another name for another source, compiler flag or processor; None for none."""
+    return None if library() is None else _key()
+
+
+def _key() -> str:
+    parts = (SOURCE.read_text(encoding="utf-8"), *FLAGS, *sorted(_processor_flags()))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
 def _compiled() -> Path:
     """The shared object for this source, compiler flags and processor; compiled where it is not in the cache folder."""
-    parts = (SOURCE.read_text(encoding="utf-8"), *FLAGS, *sorted(_processor_flags()))
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = cache_dir() / "native"
-    path = folder / f"{key}.so"
+    path = folder / f"{_key()}.so"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):  # those who start together compile once
@@ -388,4 +396,4 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-__all__ = ["NativeError", "NativeLayers", "NativeLinear", "above", "library", "top"]
+__all__ = ["NativeError", "NativeLayers", "NativeLinear", "above", "build", "library", "top"]

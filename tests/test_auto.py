@@ -12,6 +12,7 @@ import torch
 
 from eagle2 import calibrate as calibrate_module
 from eagle2.__main__ import main
+from eagle2 import native
 from eagle2.calibrate import ROWS, Measured, calibrate, calibrated, machine_key, rising
 from eagle2.cost import CostModel
 from eagle2.eagle import AUTO_DEPTH, AUTO_TOTAL, EagleDrafter, TreeSettings
@@ -376,6 +377,7 @@ def test_the_key_names_all_that_costs_depend_on(engine: Engine) -> None:
     plain = Target(engine.target.model, lean=False)
     other = machine_key(plain, LeanHead(engine.head), engine.vocabulary, name="", head_name="")
     assert (other["forward"], other["lean_head"], other["row_invariant"]) == ("transformers", True, False)
+    assert key["native"] == other["native"] == native.build()
     assert key["device"].startswith("cpu ")
     assert {"threads", "torch", "eagle2", "shape"} <= set(key)
 

@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
         "trace",
         "verify",
     },
-    "calibrate": {"cost", "eagle", "generate", "head", "lean", "models", "target", "tree", "verify"},
+    "calibrate": {"cost", "eagle", "generate", "head", "lean", "models", "native", "target", "tree", "verify"},
     "chat": {"draft", "engine", "generate", "models", "race", "target", "trace"},
     "gallery": {"engine", "race", "trace"},
     "corpus": {"lean", "models", "prompts"},
