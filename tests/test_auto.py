@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from eagle2 import calibrate as calibrate_module
-from eagle2.__main__ import main
 from eagle2 import native
+from eagle2.__main__ import main
 from eagle2.calibrate import ROWS, Measured, calibrate, calibrated, machine_key, rising
 from eagle2.cost import CostModel
 from eagle2.eagle import AUTO_DEPTH, AUTO_TOTAL, EagleDrafter, TreeSettings
