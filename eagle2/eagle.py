@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .cost import CostModel, Size, TreePlanner
 from .draft import Proposal
 from .head import DraftHead
-from .lean import draft_linear, lean_linear
+from .lean import LeanHead, draft_linear, lean_linear
 from .lookup import PromptLookup
 from .native import top
 from .target import Target
@@ -237,7 +237,7 @@ class EagleDrafter:
             self._planner.observe(len(token_ids))
         if len(token_ids) > self.settings.depth_limit + 1 and (self._planner is None or self._planner.may_draft):
             ids, hidden = self._waiting()
-            self._advance(ids[1:], hidden[:-1])
+            self._advance(ids[1:], hidden[:-1], wanted=False)
             self._pending.append((ids[-1:], hidden[-1:]))
 
     @torch.inference_mode()
@@ -327,13 +327,20 @@ class EagleDrafter:
         self._pending.clear()
         return ids, hidden
 
-    def _advance(self, following: list[int], hidden: Tensor) -> Tensor:
-        """Feed the next committed positions' features ``[n, H]``, each with the token after it; outputs ``[n, H]``."""
+    def _advance(self, following: list[int], hidden: Tensor, *, wanted: bool = True) -> Tensor:
+        """Feed the next committed positions' features ``[n, H]``, each with the token after it; outputs ``[n, H]``.
+
+        Where these are not ``wanted`` there may be none.
+        """
         n, start = len(following), self._cache.length
         device = self.target.feature_device
+        tokens = torch.tensor(following, device=device)
         positions = torch.arange(start, start + n, device=device)
-        visible = torch.ones(n, n, dtype=torch.bool, device=device).tril()
-        output = self._run(torch.tensor(following, device=device), hidden, positions, visible)
+        output = hidden[:0]
+        embeds, features = self._inputs(tokens, hidden)
+        if wanted or not (isinstance(self.head, LeanHead) and self.head.fill(embeds, features, positions, self._cache)):
+            visible = torch.ones(n, n, dtype=torch.bool, device=device).tril()
+            output = self.head.step(embeds, features, positions, visible, self._cache)
         self._cache.commit()
         return output
 
@@ -353,20 +360,20 @@ class EagleDrafter:
                 seen[cache_row[at]] = True
                 at = parents[at]
             visible.append(seen)
-        outputs = self._run(
+        embeds, inputs = self._inputs(
             torch.tensor([tokens[node] for node in fed], device=device),
             torch.stack([features[parents[node]] for node in fed]),
-            torch.full((len(fed),), position, device=device),
-            torch.tensor(visible, device=device),
         )
+        positions = torch.full((len(fed),), position, device=device)
+        outputs = self.head.step(embeds, inputs, positions, torch.tensor(visible, device=device), self._cache)
         for row, node in enumerate(fed):
             features[node] = outputs[row]
         return outputs
 
-    def _run(self, token_ids: Tensor, features: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+    def _inputs(self, token_ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         dtype = self.head.dtype
         embeds = self.target.embed(token_ids.to(self.target.device)).to(features.device, dtype)
-        return self.head.step(embeds, features.to(dtype), positions, visible, self._cache)
+        return embeds, features.to(dtype)
 
 
 Pending = list[tuple[Sequence[int], Tensor]]  # tokens and the target's features of them, which the head has not seen

@@ -346,14 +346,8 @@ class _Blocks:
         [1, kv_heads, T, D]``, and attends to all of these.  With ``paths`` each row attends to its own path in order of
         position, whatever other rows there are.
         """
-        n, split = len(x), self.heads + self.kv_heads
-        h = layer.qkv(x if layer.attention_norm is None else self.norm(x, layer.attention_norm))
-        if layer.query_norm is not None and layer.key_norm is not None:
-            h = h.view(n, -1, self.head_dim)
-            queries, others = self.norm(h[:, : self.heads], layer.query_norm), h[:, split:]
-            h = torch.cat((queries, self.norm(h[:, self.heads : split], layer.key_norm), others), 1).view(n, -1)
-        queries, new = _turn(h, turns).view(n, -1, self.head_dim).split((self.heads, 2 * self.kv_heads), 1)
-        store.copy_(new.transpose(0, 1))
+        n = len(x)
+        queries = self.fill(layer, x, turns, store)
         if paths is not None:
             seen = paths.attend(queries.reshape(n, self.kv_heads, -1, self.head_dim), keys[0], values[0])
         elif mask is None:  # one row
@@ -367,6 +361,19 @@ class _Blocks:
         x = layer.out(seen).add_(x)
         gate, up = layer.gate_up(self.norm(x, layer.mlp_norm)).chunk(2, -1)
         return layer.down(F.silu(gate).mul_(up)).add_(x)
+
+
+    def fill(self, layer: _Layer, x: Tensor, turns: Tensor, store: Tensor) -> Tensor:
+        """The first part of `run`: keys and values of ``x [N, H]`` into ``store``; gives the queries ``[N, heads, D]``."""
+        n, split = len(x), self.heads + self.kv_heads
+        h = layer.qkv(x if layer.attention_norm is None else self.norm(x, layer.attention_norm))
+        if layer.query_norm is not None and layer.key_norm is not None:
+            h = h.view(n, -1, self.head_dim)
+            queries, others = self.norm(h[:, : self.heads], layer.query_norm), h[:, split:]
+            h = torch.cat((queries, self.norm(h[:, self.heads : split], layer.key_norm), others), 1).view(n, -1)
+        queries, new = _turn(h, turns).view(n, -1, self.head_dim).split((self.heads, 2 * self.kv_heads), 1)
+        store.copy_(new.transpose(0, 1))
+        return queries
 
 
 class LeanWeights(_Blocks):
@@ -591,6 +598,18 @@ class LeanHead:
         mask = blocks.mask(visible, new.stop, self.dtype)
         keys, values = cache.keys[:, :, : new.stop], cache.values[:, :, : new.stop]
         return blocks.run(blocks.layers[0], x, blocks.all_turns(positions), mask, cache.both[:, new], keys, values)
+
+
+    def fill(self, embeds: Tensor, features: Tensor, positions: Tensor, cache: HeadCache) -> bool:
+        """`step` for rows whose outputs nobody needs: of a head's only layer their keys and values are all that later rows
+        see.  False, and nothing is done, where there are more layers.
+        """
+        blocks = self._blocks
+        if len(blocks.layers) != 1:
+            return False
+        store = cache.both[:, cache.take(len(embeds))]
+        blocks.fill(blocks.layers[0], self._join(torch.cat((embeds, features), -1)), blocks.all_turns(positions), store)
+        return True
 
 
 def _turn(x: Tensor, turns: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from eagle2.eagle import EagleDrafter, TreeSettings
 from eagle2.engine import Engine, Settings
 from eagle2.generate import Prefill, Stops, generate
 from eagle2.graphs import GraphForward
+from eagle2.lean import LeanHead
 from eagle2.models import ModelError, encode_chat, encode_turn
 from eagle2.target import ContextLengthError, HuggingFaceForward, Target
 from eagle2.verify import SamplingParams
@@ -148,13 +149,19 @@ def test_a_drafter_that_resumes_drafts_as_a_new_one(kind: Any, kept: int) -> Non
 
 def test_only_new_rows_are_computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     fed = []
-    step = type(engine._draft_head).step
 
-    def counting(self: Any, embeds: Any, features: Any, positions: Any, *rest: Any) -> Any:
-        fed.append(positions.tolist())
-        return step(self, embeds, features, positions, *rest)
+    def count(name: str) -> None:
+        run = getattr(type(engine._draft_head), name)
 
-    monkeypatch.setattr(type(engine._draft_head), "step", counting)
+        def counting(self: Any, embeds: Any, features: Any, positions: Any, *rest: Any) -> Any:
+            fed.append(positions.tolist())
+            return run(self, embeds, features, positions, *rest)
+
+        monkeypatch.setattr(type(engine._draft_head), name, counting)
+
+    assert isinstance(engine._draft_head, LeanHead)
+    count("fill")
+    count("step")
     rows = counted(monkeypatch)
     talk = Conversation(engine)
     output(talk.ask("Hello there, how are you?", SETTINGS))

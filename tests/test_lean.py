@@ -293,6 +293,20 @@ def test_the_lean_head_equals_the_head(make: Callable[[], EagleHead]) -> None:
         heads[1].step(torch.zeros(80, 32), torch.zeros(80, 32), torch.arange(80), torch.ones(80, 80).bool(), caches[1])
 
 
+@pytest.mark.parametrize("make", [lambda: tiny_head(tiny_model()), biased_head], ids=["plain", "biases"])
+def test_rows_whose_outputs_nobody_needs_leave_the_same_keys_and_values(make: Callable[[], EagleHead]) -> None:
+    head = LeanHead(make())
+    inputs, positions = torch.randn(2, 9, 32), torch.arange(4, 13)
+    one, other = (head.new_cache(20) for _ in range(2))
+    head.step(*inputs, positions, torch.ones(9, 9).bool().tril(), one)
+    assert head.fill(*inputs, positions, other)
+    torch.testing.assert_close(other.both[:, :9], one.both[:, :9], rtol=1e-5, atol=1e-5)
+    assert (one.rows, one.length) == (other.rows, other.length) == (9, 0)
+    head._blocks.layers *= 2  # of these the second sees what comes out of the first
+    assert not head.fill(*inputs, positions, other)
+    assert other.rows == 9
+
+
 def test_heads_that_the_lean_blocks_cannot_run_are_refused() -> None:
     config = HeadConfig.for_target(tiny_model().config)
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
