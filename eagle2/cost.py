@@ -267,7 +267,7 @@ class TreePlanner:
         """A step begins with ``pending_rows`` committed tokens that the head has not seen; False: do not draft."""
         self._awaited = None
         self._budget = min(self.node_limit, max_nodes)
-        if not (self.may_draft and (not self.choose_depth or self.pace.drafts())):
+        if self.choose_depth and not (self._can_win and self.pace.drafts()):
             return False
         # More rows than one step commits are left from the prompt or from skipped steps: they are owed once, whatever
         # this step's tree, and would only make drafting look dear.

@@ -362,7 +362,6 @@ class _Blocks:
         gate, up = layer.gate_up(self.norm(x, layer.mlp_norm)).chunk(2, -1)
         return layer.down(F.silu(gate).mul_(up)).add_(x)
 
-
     def fill(self, layer: _Layer, x: Tensor, turns: Tensor, store: Tensor) -> Tensor:
         """The first part of `run`: keys and values of ``x [N, H]`` into ``store``; gives the queries ``[N, heads, D]``."""
         n, split = len(x), self.heads + self.kv_heads
@@ -468,7 +467,8 @@ class Lean:
         if copies and parameters[0].device.type != "cpu":
             return f"it is on {parameters[0].device.type}, where a second copy of the weights is too dear"
         size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-        if parameters[0].dtype != torch.float32 and packs(parameters[0].dtype) == multiplies_halves():
+        half = parameters[0].dtype != torch.float32 and _for_pairs(parameters[0]) is None
+        if half and packs(parameters[0].dtype) == multiplies_halves():
             size *= 2  # neither: a copy in float32; both: one each for few and for many rows
         if copies and (free := available_memory()) is not None and 1.2 * size > free:
             return f"its packed weights need {size >> 20} MB, and {free >> 20} MB are free"
@@ -598,7 +598,6 @@ class LeanHead:
         mask = blocks.mask(visible, new.stop, self.dtype)
         keys, values = cache.keys[:, :, : new.stop], cache.values[:, :, : new.stop]
         return blocks.run(blocks.layers[0], x, blocks.all_turns(positions), mask, cache.both[:, new], keys, values)
-
 
     def fill(self, embeds: Tensor, features: Tensor, positions: Tensor, cache: HeadCache) -> bool:
         """`step` for rows whose outputs nobody needs: of a head's only layer their keys and values are all that later rows
