@@ -16,6 +16,7 @@ from eagle2.draft import Proposal
 from eagle2.eagle import DraftVocabulary, EagleDrafter, TreeSettings, static_shape
 from eagle2.engine import Engine, Settings
 from eagle2.generate import Prefill, Step, Stops, generate
+from eagle2.lean import LeanHead
 from eagle2.target import Target
 from eagle2.verify import SamplingParams
 from tests.tiny import byte_tokenizer, tiny_head, tiny_model
@@ -283,3 +284,23 @@ def test_the_engine_gathers_rows_once_and_says_what_is_drafted(
         result = json.loads(capsys.readouterr().out)
         assert (result["settings"]["draft_vocab"], result["equal"]) == (size, True)
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_a_prompt_is_fed_as_it_is_observed_but_for_its_last_token(lean: bool) -> None:
+    """Long, short and in pieces: then the same draft."""
+    model = tiny_model()
+    target, head = Target(model), tiny_head(model)
+    ids = [3 + i * 7 % 80 for i in range(20)]
+    hidden = target.prefill(ids, 60).hidden
+    proposals = []
+    for size, fed in ((20, 19), (8, 19), (3, 0), (1, 0)):  # a piece of 4 tokens and more is fed with all that waits
+        drafter = EagleDrafter(LeanHead(head) if lean else head, target, TreeSettings("dynamic", 2, 3, 5))
+        drafter.reset(60)
+        for at in range(0, 20, size):
+            drafter.observe(ids[at : at + size], hidden[at : at + size])
+        assert drafter._cache.length == fed
+        proposals.append(drafter.propose(9, 10, 5))
+    for proposal in proposals[1:]:
+        assert proposal.expanded.token_ids.tolist() == proposals[0].expanded.token_ids.tolist()
+        torch.testing.assert_close(proposal.expanded.confidence, proposals[0].expanded.confidence, rtol=1e-3, atol=1e-4)

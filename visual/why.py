@@ -105,6 +105,8 @@ def fed_rows(trace: Trace) -> tuple[tuple[int, ...], ...]:
     nodes.
     """
     limit, pending = catch_up_limit(trace), len(trace.prompt_ids)
+    if pending > limit:  # such a prompt is fed with the prefill, but for its last token
+        pending = 1
     rows: list[tuple[int, ...]] = []
     for step in trace.steps:
         if not tree.passes(step):  # no draft, or copies alone
