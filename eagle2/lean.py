@@ -509,11 +509,13 @@ class Lean:
     def keep(self, rows: Sequence[int]) -> None:
         """Move the given rows of the last pass to the end of the prefix, in all layers at once."""
         end = self.length + len(rows)
-        if self.weights.native is not None:
-            self.weights.native.keep(self._kv, self.length, rows)
-        elif list(rows) != list(range(len(rows))):
-            index = torch.tensor(rows) + self.length
-            self._kv[:, :, self.length : end] = self._kv.index_select(2, index)
+        if list(rows) != list(range(len(rows))):
+            native = self.weights.native
+            if native is not None and native.pairs:
+                native.keep(self._kv, self.length, rows)
+            else:
+                index = torch.tensor(rows) + self.length
+                self._kv[:, :, self.length : end] = self._kv.index_select(2, index)
         self.length = end
 
     def forward(

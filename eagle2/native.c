@@ -122,13 +122,14 @@ __attribute__((always_inline)) static inline void tile(
             VECTOR(storeu_ps)(sums + r * PANEL + v * WIDTH, s[r][v]);
 }
 
-#define HEIGHT(rows) case rows: tile(rows, BYTES, weights, x, stride, depth, sums); return;
+#define HEIGHT(rows) case rows: KERNEL(rows, BYTES, weights, x, stride, depth, sums); return;
 #define TILES(name)                                                                                                    \
     static void name(int64_t rows, const void *weights, const void *x, int64_t stride, int64_t depth, float *sums)    \
     {                                                                                                                  \
         switch (rows) { EACH_HEIGHT(HEIGHT) }                                                                          \
-        tile(TILE, BYTES, weights, x, stride, depth, sums);                                                            \
+        KERNEL(TILE, BYTES, weights, x, stride, depth, sums);                                                          \
     }
+#define KERNEL tile
 #define BYTES 1
 TILES(byte_tile)
 #undef BYTES
@@ -162,19 +163,14 @@ __attribute__((always_inline)) static inline void pair_tile_of(
         _mm512_storeu_ps(sums + r * PANEL, s[r]);
 }
 
-#define PAIR_HEIGHT(rows) case rows: pair_tile_of(rows, BYTES, weights, x, stride, depth, sums); return;
-#define PAIR_TILES(name)                                                                                               \
-    static void name(int64_t rows, const void *weights, const void *x, int64_t stride, int64_t depth, float *sums)    \
-    {                                                                                                                  \
-        switch (rows) { EACH_HEIGHT(PAIR_HEIGHT) }                                                                     \
-        pair_tile_of(TILE, BYTES, weights, x, stride, depth, sums);                                                    \
-    }
+#undef KERNEL
+#define KERNEL pair_tile_of
 #undef BYTES
 #define BYTES 1
-PAIR_TILES(byte_pair_tile)
+TILES(byte_pair_tile)
 #undef BYTES
 #define BYTES 2
-PAIR_TILES(pair_tile)
+TILES(pair_tile)
 
 int32_t eagle2_pairs(void) { return 1; }
 
@@ -282,23 +278,32 @@ static inline float total_of(__m256 x)
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-/* e^x to about two units in the last place (Cephes' polynomial); below -87.3 about 1e-38. */
-static inline __m256 exponential(__m256 x)
+/* e^x to about two units in the last place (Cephes' polynomial); below -87.3 about 1e-38; NaN stays NaN by the order in which
+ * bounds are taken.  `op` names an instruction for these lanes, whole(x) rounds, power(y, n) is y * 2^n. */
+#define EXPONENTIAL(name, Lanes, op, whole, power)                                                                     \
+    static inline Lanes name(Lanes x)                                                                                  \
+    {                                                                                                                  \
+        x = op(min_ps)(op(set1_ps)(88.3f), op(max_ps)(op(set1_ps)(-87.3f), x));                                        \
+        const Lanes n = whole(op(mul_ps)(x, op(set1_ps)(1.44269504f)));                                                \
+        x = op(fnmadd_ps)(n, op(set1_ps)(0.693359375f), x);                                                            \
+        x = op(fnmadd_ps)(n, op(set1_ps)(-2.12194440e-4f), x);                                                         \
+        Lanes y = op(set1_ps)(1.9875691500e-4f);                                                                       \
+        y = op(fmadd_ps)(y, x, op(set1_ps)(1.3981999507e-3f));                                                         \
+        y = op(fmadd_ps)(y, x, op(set1_ps)(8.3334519073e-3f));                                                         \
+        y = op(fmadd_ps)(y, x, op(set1_ps)(4.1665795894e-2f));                                                         \
+        y = op(fmadd_ps)(y, x, op(set1_ps)(1.6666665459e-1f));                                                         \
+        y = op(fmadd_ps)(y, x, op(set1_ps)(5.0000001201e-1f));                                                         \
+        y = op(fmadd_ps)(y, op(mul_ps)(x, x), op(add_ps)(x, op(set1_ps)(1)));                                          \
+        return power(y, n);                                                                                            \
+    }
+#define EIGHT(operation) _mm256_##operation
+#define EIGHT_WHOLE(x) _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+static inline __m256 times_power(__m256 y, __m256 n)
 {
-    x = _mm256_min_ps(_mm256_set1_ps(88.3f), _mm256_max_ps(_mm256_set1_ps(-87.3f), x)); /* in this order NaN stays NaN */
-    __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    x = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
-    x = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), x);
-    __m256 y = _mm256_set1_ps(1.9875691500e-4f);
-    y = _mm256_fmadd_ps(y, x, _mm256_set1_ps(1.3981999507e-3f));
-    y = _mm256_fmadd_ps(y, x, _mm256_set1_ps(8.3334519073e-3f));
-    y = _mm256_fmadd_ps(y, x, _mm256_set1_ps(4.1665795894e-2f));
-    y = _mm256_fmadd_ps(y, x, _mm256_set1_ps(1.6666665459e-1f));
-    y = _mm256_fmadd_ps(y, x, _mm256_set1_ps(5.0000001201e-1f));
-    y = _mm256_fmadd_ps(y, _mm256_mul_ps(x, x), _mm256_add_ps(x, _mm256_set1_ps(1)));
-    __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
     return _mm256_mul_ps(y, _mm256_castsi256_ps(power));
 }
+EXPONENTIAL(exponential, __m256, EIGHT, EIGHT_WHOLE, times_power)
 
 /* RMS norm of `size` numbers, a multiple of LANES: x * weight / sqrt(sum of squares + size * eps). */
 static void normalize(const float *x, const float *weight, int64_t size, float eps, float *y)
@@ -452,12 +457,16 @@ static inline int64_t key_at(int64_t slot, int64_t i, int64_t size)
 }
 static inline int64_t value_at(int64_t slot, int64_t i, int64_t size) { return (slot / 2 * size + i) * 2 + slot % 2; }
 
-static void copy_slot(uint16_t *keys, uint16_t *values, int64_t from, int64_t to, int64_t size)
+static inline void copy_key(const uint16_t *from, int64_t slot, uint16_t *to, int64_t at, int64_t size)
 {
-    for (int64_t i = 0; i < size; i++) {
-        keys[key_at(to, i, size)] = keys[key_at(from, i, size)];
-        values[value_at(to, i, size)] = values[value_at(from, i, size)];
-    }
+    for (int64_t i = 0; i < size; i += 2) /* two lie together */
+        memcpy(to + key_at(at, i, size), from + key_at(slot, i, size), 2 * sizeof(*to));
+}
+
+static inline void copy_value(const uint16_t *from, int64_t slot, uint16_t *to, int64_t at, int64_t size)
+{
+    for (int64_t i = 0; i < size; i++)
+        to[value_at(at, i, size)] = from[value_at(slot, i, size)];
 }
 
 /* Move `count` slots behind the first `length`, slots[j] + length to j + length; slots[j] >= j, ascending. */
@@ -469,28 +478,17 @@ void eagle2_keep(
         for (int64_t head = 0; head < kv_heads; head++) {
             uint16_t *keys = kv + l * layer_stride + head * head_stride, *values = keys + kv_heads * head_stride;
             for (int64_t j = 0; j < count; j++)
-                if (slots[j] != j)
-                    copy_slot(keys, values, length + slots[j], length + j, size);
+                if (slots[j] != j) {
+                    copy_key(keys, length + slots[j], keys, length + j, size);
+                    copy_value(values, length + slots[j], values, length + j, size);
+                }
         }
 }
 
 #ifdef __AVX512BF16__
-/* As `exponential`. */
-static inline __m512 exponential_of_16(__m512 x)
-{
-    x = _mm512_min_ps(_mm512_set1_ps(88.3f), _mm512_max_ps(_mm512_set1_ps(-87.3f), x));
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-    x = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    x = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), x);
-    __m512 y = _mm512_set1_ps(1.9875691500e-4f);
-    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(1.3981999507e-3f));
-    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(8.3334519073e-3f));
-    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(4.1665795894e-2f));
-    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(1.6666665459e-1f));
-    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(5.0000001201e-1f));
-    y = _mm512_fmadd_ps(y, _mm512_mul_ps(x, x), _mm512_add_ps(x, _mm512_set1_ps(1)));
-    return _mm512_scalef_ps(y, n);
-}
+#define SIXTEEN(operation) _mm512_##operation
+#define SIXTEEN_WHOLE(x) _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT)
+EXPONENTIAL(exponential_of_16, __m512, SIXTEEN, SIXTEEN_WHOLE, _mm512_scalef_ps)
 
 /* Scores [padded] of one query become weights in bfloat16, at the place of the scores; they are to be divided by what is
  * returned.  Those behind `count` become 0. */
@@ -515,19 +513,19 @@ static float soften_to_pairs(float *scores, int64_t count, int64_t padded)
     return _mm512_reduce_add_ps(sum);
 }
 
-/* Add to y, rows of `stride` floats, the `count` values [count / 2, size, 2] times the rows' weights: `vectors` * PANEL elements. */
+/* Add to y [rows, size] the `count` values [count / 2, size, 2] times the rows' weights: `vectors` * PANEL elements from `at`. */
 __attribute__((always_inline)) static inline void mix_pairs_of(
-    const int rows, const int vectors, const uint16_t *weights, int64_t room, const uint16_t *values, int64_t count,
-    int64_t size, float *y, int64_t stride)
+    const int rows, const int vectors, const uint16_t *weights, int64_t room, const uint16_t *values, int64_t at,
+    int64_t count, int64_t size, float *y)
 {
     __m512 s[6][4];
     UNROLLED for (int r = 0; r < rows; r++)
         UNROLLED for (int v = 0; v < vectors; v++)
-            s[r][v] = _mm512_loadu_ps(y + r * stride + v * PANEL);
+            s[r][v] = _mm512_loadu_ps(y + r * size + at + v * PANEL);
     for (int64_t t = 0; t < count; t += 2) {
         __m512bh each[4];
         UNROLLED for (int v = 0; v < vectors; v++)
-            each[v] = (__m512bh)_mm512_loadu_si512(values + t * size + v * 2 * PANEL);
+            each[v] = (__m512bh)_mm512_loadu_si512(values + t * size + 2 * (at + v * PANEL));
         UNROLLED for (int r = 0; r < rows; r++) {
             int32_t pair;
             memcpy(&pair, weights + r * room + t, sizeof(pair));
@@ -538,93 +536,99 @@ __attribute__((always_inline)) static inline void mix_pairs_of(
     }
     UNROLLED for (int r = 0; r < rows; r++)
         UNROLLED for (int v = 0; v < vectors; v++)
-            _mm512_storeu_ps(y + r * stride + v * PANEL, s[r][v]);
+            _mm512_storeu_ps(y + r * size + at + v * PANEL, s[r][v]);
 }
 
-/* The same for any number of rows and all elements. */
+/* The same for all elements. */
+__attribute__((always_inline)) static inline void mix_rows(
+    const int rows, const uint16_t *weights, int64_t room, const uint16_t *values, int64_t count, int64_t size, float *y)
+{
+    int64_t at = 0;
+    for (; at + 4 * PANEL <= size; at += 4 * PANEL)
+        mix_pairs_of(rows, 4, weights, room, values, at, count, size, y);
+    for (; at < size; at += PANEL)
+        mix_pairs_of(rows, 1, weights, room, values, at, count, size, y);
+}
+
+/* And for any number of rows. */
 static void mix_pairs(
     int64_t rows, const uint16_t *weights, int64_t room, const uint16_t *values, int64_t count, int64_t size, float *y)
 {
-    for (int64_t r = 0; r < rows;) {
-        const int64_t height = rows - r >= 6 ? 6 : rows - r >= 3 ? 3 : 1;
-        const uint16_t *of = weights + r * room;
-        float *to = y + r * size;
-        int64_t i = 0;
-        for (; i + 4 * PANEL <= size; i += 4 * PANEL)
-            height == 6   ? mix_pairs_of(6, 4, of, room, values + 2 * i, count, size, to + i, size)
-            : height == 3 ? mix_pairs_of(3, 4, of, room, values + 2 * i, count, size, to + i, size)
-                          : mix_pairs_of(1, 4, of, room, values + 2 * i, count, size, to + i, size);
-        for (; i < size; i += PANEL)
-            height == 6   ? mix_pairs_of(6, 1, of, room, values + 2 * i, count, size, to + i, size)
-            : height == 3 ? mix_pairs_of(3, 1, of, room, values + 2 * i, count, size, to + i, size)
-                          : mix_pairs_of(1, 1, of, room, values + 2 * i, count, size, to + i, size);
-        r += height;
+    int64_t r = 0;
+    for (; r + 6 <= rows; r += 6)
+        mix_rows(6, weights + r * room, room, values, count, size, y + r * size);
+    for (; r + 3 <= rows; r += 3)
+        mix_rows(3, weights + r * room, room, values, count, size, y + r * size);
+    for (; r < rows; r++)
+        mix_rows(1, weights + r * room, room, values, count, size, y + r * size);
+}
+
+/* Scores of `n` queries [n, size], at most TILE, with the PANEL keys at `keys`; rows of scores are `room` apart. */
+static inline void score(const uint16_t *query, int64_t n, const uint16_t *keys, int64_t size, float *scores, int64_t room)
+{
+    float sums[TILE * PANEL];
+    memset(sums, 0, n * PANEL * sizeof(float));
+    pair_tile(n, keys, query, size, size, sums);
+    for (int64_t i = 0; i < n; i++)
+        memcpy(scores + i * room, sums + i * PANEL, PANEL * sizeof(float));
+}
+
+/* PANEL slots of a path, from its slot `first` on, brought together; queries of one row share them. */
+typedef struct {
+    uint16_t *slots;
+    const int32_t *path;
+    int64_t first;
+} Gathered;
+
+/* The PANEL keys or values that a query sees from its slot t on: where they are, or gathered, with zeros behind the last. */
+static inline const uint16_t *block_of(
+    const Query *q, int64_t t, int64_t common, const uint16_t *all, int64_t size,
+    void copy(const uint16_t *, int64_t, uint16_t *, int64_t, int64_t), Gathered *held)
+{
+    if (t + PANEL <= common + q->straight)
+        return all + t * size;
+    if (held->path != q->path || held->first != t) {
+        held->path = q->path;
+        held->first = t;
+        memset(held->slots, 0, PANEL * size * sizeof(*held->slots));
+        for (int64_t j = 0; j < least(PANEL, common + q->extra - t); j++)
+            copy(all, t + j < common ? t + j : q->path[t + j - common], held->slots, j, size);
     }
+    return held->slots;
 }
 
 /* As `attend`, from queries [n, size] in bfloat16, whose own `query` is not read; y are rows of one matrix [n, size].
- * `panels` holds keys and values of PANEL slots. */
+ * `panels` holds keys or values of PANEL slots. */
 static void attend_in_pairs(
     const Query *queries, const uint16_t *query, int64_t n, const uint16_t *keys, const uint16_t *values, int64_t common,
     int64_t size, int64_t room, float *scores, uint16_t *panels)
 {
     const uint16_t *weights = (const uint16_t *)scores;
-    float sums[TILE * PANEL], totals[QUERIES];
+    float totals[QUERIES], *y = queries[0].y;
     int64_t whole = INT64_MAX; /* slots that all see in place, in whole blocks */
     for (int64_t q = 0; q < n; q++)
         whole = least(whole, (common + queries[q].straight) / PANEL * PANEL);
     for (int64_t t = 0; t < whole; t += PANEL)
-        for (int64_t q = 0; q < n; q += TILE) {
-            const int64_t height = least(TILE, n - q);
-            memset(sums, 0, height * PANEL * sizeof(float));
-            pair_tile(height, keys + t * size, query + q * size, size, size, sums);
-            for (int64_t i = 0; i < height; i++)
-                memcpy(scores + (q + i) * room + t, sums + i * PANEL, PANEL * sizeof(float));
-        }
-    memset(queries[0].y, 0, n * size * sizeof(float));
-    for (int64_t pass = 0; pass < 2; pass++) { /* scores, then what they weigh */
-        const int32_t *gathered = NULL; /* the path that `panels` holds, from slot `of` on */
-        int64_t of = -1;
-        if (pass)
-            mix_pairs(n, weights, 2 * room, values, whole, size, queries[0].y);
-        for (int64_t q = 0; q < n; q++) {
-            const int64_t count = common + queries[q].extra, near = common + queries[q].straight;
-            const int64_t padded = (count + PANEL - 1) / PANEL * PANEL;
-            for (int64_t t = whole; t < padded; t += PANEL) {
-                const uint16_t *from = (pass ? values : keys) + t * size;
-                if (t + PANEL > near) {
-                    if (gathered != queries[q].path || of != t) {
-                        gathered = queries[q].path;
-                        of = t;
-                        if (pass)
-                            memset(panels, 0, PANEL * size * sizeof(uint16_t));
-                        for (int64_t j = 0; j < least(PANEL, count - t); j++) {
-                            const int64_t slot = t + j < common ? t + j : gathered[t + j - common];
-                            if (pass)
-                                for (int64_t i = 0; i < size; i++)
-                                    panels[value_at(j, i, size)] = values[value_at(slot, i, size)];
-                            else
-                                for (int64_t i = 0; i < size; i += 2)
-                                    memcpy(panels + key_at(j, i, size), keys + key_at(slot, i, size), 2 * sizeof(uint16_t));
-                        }
-                    }
-                    from = panels;
-                }
-                if (pass)
-                    mix_pairs(1, weights + q * 2 * room + t, 2 * room, from, PANEL, size, queries[q].y);
-                else {
-                    memset(sums, 0, PANEL * sizeof(float));
-                    pair_tile(1, from, query + q * size, size, size, sums);
-                    memcpy(scores + q * room + t, sums, PANEL * sizeof(float));
-                }
-            }
-            if (!pass)
-                totals[q] = soften_to_pairs(scores + q * room, count, padded);
-        }
+        for (int64_t q = 0; q < n; q += TILE)
+            score(query + q * size, least(TILE, n - q), keys + t * size, size, scores + q * room + t, room);
+    Gathered held = {panels, NULL, 0};
+    for (int64_t q = 0; q < n; q++) {
+        const int64_t count = common + queries[q].extra, padded = (count + PANEL - 1) / PANEL * PANEL;
+        for (int64_t t = whole; t < padded; t += PANEL)
+            score(query + q * size, 1, block_of(queries + q, t, common, keys, size, copy_key, &held), size,
+                  scores + q * room + t, room);
+        totals[q] = soften_to_pairs(scores + q * room, count, padded);
     }
-    for (int64_t q = 0; q < n; q++)
+    memset(y, 0, n * size * sizeof(float));
+    mix_pairs(n, weights, 2 * room, values, whole, size, y);
+    held.path = NULL; /* these were keys */
+    for (int64_t q = 0; q < n; q++) {
+        for (int64_t t = whole; t < common + queries[q].extra; t += PANEL)
+            mix_pairs(1, weights + q * 2 * room + t, 2 * room,
+                      block_of(queries + q, t, common, values, size, copy_value, &held), PANEL, size, y + q * size);
         for (int64_t i = 0; i < size; i++)
-            queries[q].y[i] /= totals[q];
+            y[q * size + i] /= totals[q];
+    }
 }
 #else
 static void attend_in_pairs(

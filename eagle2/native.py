@@ -347,18 +347,13 @@ class NativeLayers:
         self._blocks.final_norm = _pointer(norm)
 
     def new_cache(self, slots: int) -> Tensor:
-        """``[layers, 2 * kv_heads, at least slots, head_dim]``, keys, then values; their order is `run`'s and `keep`'s own."""
+        """``[layers, 2 * kv_heads, at least slots, head_dim]``, keys, then values; with ``pairs`` their order is `run`'s and `keep`'s own."""
         room, dtype = (-(-slots // PANEL) * PANEL, torch.bfloat16) if self.pairs else (slots, torch.float32)
         return torch.empty(len(self._layers), 2 * self._kv_heads, room, self._size, dtype=dtype)
 
     def keep(self, kv: Tensor, length: int, rows: Sequence[int]) -> None:
-        """Move the slots ``length + rows`` to ``length`` and behind; ``rows`` ascend."""
-        if list(rows) == list(range(len(rows))):
-            return
+        """Move the slots ``length + rows`` to ``length`` and behind, in a `new_cache` of ``pairs``; ``rows`` ascend."""
         index = torch.tensor(rows)
-        if kv.dtype != torch.bfloat16:
-            kv[:, :, length : length + len(rows)] = kv.index_select(2, index + length)
-            return
         self._library.eagle2_keep(
             kv.data_ptr(), len(self._layers), self._kv_heads, kv.stride(0), kv.stride(1), self._size, length,
             index.data_ptr(), len(rows),

@@ -26,7 +26,7 @@ from eagle2.lean import LeanWeights
 from eagle2.native import NativeError, NativeLayers, NativeLinear, library
 from eagle2.target import Target
 from eagle2.tree import DraftTree
-from tests.test_target import PROMPT, TREE
+from tests.test_target import PROMPT, TREE, path
 from tests.tiny import byte_tokenizer, tiny_head, tiny_model
 
 LIBRARY: Any = library()
@@ -187,11 +187,8 @@ def test_attention_in_pairs(size: int) -> None:
     assert (passes(mine) - truth).abs().mean() < (passes(Target(model, lean=False)) - truth).abs().mean()
     in_tree = mine.forward(tree)
     for node in (0, 1, 6, 39):
-        path = [node]
-        while path[0]:
-            path.insert(0, parents[path[0]])
         mine.prefill(prompt, 200)
-        for row in path:
+        for row in path(tree, node):
             alone = mine.forward(DraftTree.root_only(int(tree.token_ids[row])))
             mine.commit((0,))
         assert torch.equal(alone.logits[0], in_tree.logits[node]), node
